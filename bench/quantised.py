@@ -19,7 +19,7 @@ import tokenizers
 import torch
 from conditions import conditions
 
-from tandem.cli.eval import Problem, final_number, read_problems
+from tandem.cli.eval import MathProblem, final_number, read_problems
 from tandem.cli.model_source import find_model
 from tandem.core.batch import BatchKind, BatchPlan, Join, Row
 from tandem.core.values import BatchId, PageId, RequestId, ceil_div
@@ -65,7 +65,7 @@ def accuracy(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def share_of_right_answers(model: LoadedModel, folder: Path, problems: list[Problem]) -> float:
+def share_of_right_answers(model: LoadedModel, folder: Path, problems: list[MathProblem]) -> float:
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     right = 0
     for first in range(0, len(problems), BATCH):

@@ -33,7 +33,7 @@ from tandem.cli.fleet import Fleet, serve_words
 from tandem.cli.ports import free_ports
 from tandem.core.commands import LaunchBatch
 from tandem.core.values import Nanos
-from tandem.server.node.last_steps import LastSteps
+from tandem.server.node.last_steps import NodeLastSteps
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, SNAPSHOTS, Ring
 
 ROWS = (1, 64, 256, 1024)
@@ -46,7 +46,7 @@ TOKENS, REQUESTS, PROMPT_TOKENS = 400, 9, 64  # of the served step
 class Recorded(Bench):
     """A node some of whose steps are kept."""
 
-    observers: tuple[LastSteps, ...] = ()
+    observers: tuple[NodeLastSteps, ...] = ()
 
     def step(self, events: list) -> tuple[int, int]:
         self.now += 1_000_000
@@ -61,18 +61,18 @@ class Recorded(Bench):
         self.plans += [command.plan for command in effects.commands if isinstance(command, LaunchBatch)]
         return spent
 
-    def start(self) -> LastSteps:
+    def start(self) -> NodeLastSteps:
         self.arrive(1, self.num_rows)
         while self.node.state.micro_batches.num_members < self.num_rows or self.node.state.micro_batches.joining:
             self.turn()
-        kept = LastSteps(Path("never-written"), self.node.state.settings, self.node)
+        kept = NodeLastSteps(Path("never-written"), self.node.state.settings, self.node)
         self.observers = (kept,)
         for _ in range(WARM_UP):
             self.turn()
         age(encoded(kept.ring))
         return kept
 
-    def block(self, *observers: LastSteps) -> int:
+    def block(self, *observers: NodeLastSteps) -> int:
         """CPU nanoseconds."""
         self.observers = observers
         return sum(self.turn()[1] for _ in range(BLOCK))

@@ -17,7 +17,7 @@ from tandem.core.values import Cut, Incarnation
 from tandem.membership import ClusterSecret, new_challenge
 from tandem.server.channel import HEAD_BYTES, MalformedFrame
 from tandem.server.node.links import Heartbeat
-from tandem.server.node.session import CONTROL_PROTOCOL, Frame, Greeting, Hello, Session
+from tandem.server.node.session import CONTROL_PROTOCOL, Frame, Greeting, PeerHello, Session
 from tandem.server.wire import DataEndpoint
 
 SECRET = ClusterSecret(b"what all members of the cluster know")
@@ -30,8 +30,8 @@ def framed(body: bytes) -> bytes:
     return len(body).to_bytes(HEAD_BYTES) + body
 
 
-def hello_of(source: Incarnation, *, protocol: int = CONTROL_PROTOCOL) -> Hello:
-    return Hello(protocol, source, new_challenge())
+def hello_of(source: Incarnation, *, protocol: int = CONTROL_PROTOCOL) -> PeerHello:
+    return PeerHello(protocol, source, new_challenge())
 
 
 def nested(depth: int) -> bytes:

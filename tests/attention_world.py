@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from tandem.engine.attention.base import AttentionBackend, AttentionRules, attention_backend
-from tandem.engine.batch import Batch, BatchBuilder, Span
-from tandem.engine.decode_set import DecodeSet
+from tandem.engine.batch import Batch, BatchBuilder, TokenSpan
+from tandem.engine.decode_set import ArrayDecodeSet
 from tandem.engine.kv_memory import KvMemory, KvShape
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 from tandem.sampling import Payload, SamplingParams
 
 LAYERS, HEAD_DIM, NUM_PAGES = 2, 10, 60
 LENGTHS = (1, 40, 7, 33, 16)
 
 
-def sequence(request: int, length: int, *, pages: Iterator[int], page_size: int) -> Sequence:
+def sequence(request: int, length: int, *, pages: Iterator[int], page_size: int) -> EngineSequence:
     payload = Payload(request, array("i", range(length)).tobytes(), SamplingParams(), bytes(16))
-    made = Sequence.of(payload, page_size=page_size)
+    made = EngineSequence.of(payload, page_size=page_size)
     made.set_pages(0, tuple(next(pages) for _ in range(-(-(length + 8) // page_size))))
     return made
 
@@ -92,12 +92,12 @@ class World:
         self.batches = BatchBuilder(page_size=self.page_size, device=self.device, tiles=self.attention.needs_tiles)
         pages = iter(np.random.default_rng(self.seed).permutation(NUM_PAGES * 16).tolist())
         self.requests = [sequence(i, n, pages=pages, page_size=self.page_size) for i, n in enumerate(LENGTHS)]
-        self.decode_set = DecodeSet()
+        self.decode_set = ArrayDecodeSet()
         self.reference = Reference(rules)
 
     def step(self, *spans: tuple[int, int, int], decodes: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Of each layer: what came out, and what should have."""
-        made = [Span(self.requests[request], start, stop, samples=False) for request, start, stop in spans]
+        made = [TokenSpan(self.requests[request], start, stop, samples=False) for request, start, stop in spans]
         batch = self.batches.build(made, self.decode_set if decodes else None)
         self.kv.clear(batch.pages_to_clear)
         self.attention.plan(batch)

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.batch_tables import BatchTables, PlainDecodeSet, Sequence, Span
+from tandem.batch_tables import BatchTables, PlainDecodeSet, Sequence, TokenSpan
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.commands import (
     AnnounceDpRank,
@@ -158,7 +158,7 @@ class WorkerRequest(Sequence):
         del self.content_of[stop:]
 
 
-def said_of_prompt(span: Span[WorkerRequest]) -> bytes:
+def said_of_prompt(span: TokenSpan[WorkerRequest]) -> bytes:
     """In place of log-probabilities: the positions in whose place they would stand."""
     row = span.sequence
     if row.logprobs_from is None:

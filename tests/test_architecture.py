@@ -435,6 +435,36 @@ def test_the_tail_of_sizes_has_not_grown() -> None:
     assert grown == []
 
 
+# --- names -----------------------------------------------------------------------------------------------------------
+
+# A message between the hosts of a server has its name in its bytes, one of the data plane in docs/protocol.md, and the
+# core's words are everybody's.
+SHARED_NAMES = {
+    "Join": "what a host says that comes in; in a batch plan a request that comes into the decode set",
+    "Refused": "what a host hears that may not come in; of the dispatcher, a request for which there is no rank",
+    "Welcome": "what a host hears that may come in; on the data plane, a reader",
+}
+
+
+def names_of_several_classes(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Each with the modules that have a class of this name."""
+    found: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for statement in tree.body:
+            if isinstance(statement, ast.ClassDef):
+                found.setdefault(statement.name, []).append(module)
+    return {name: owners for name, owners in found.items() if len(owners) > 1}
+
+
+def test_a_class_has_its_name_for_itself() -> None:
+    """So a reader finds by it what is meant, without its module. The simulator may have the product's names."""
+    product = {name: tree for name, tree in modules().items() if not name.startswith("simulator")}
+    shared = names_of_several_classes(product)
+    assert {name: owners for name, owners in shared.items() if name not in SHARED_NAMES} == {}
+    assert shared.keys() == SHARED_NAMES.keys(), "a name that is not shared any more"
+    assert all(len(owners) == 2 for owners in shared.values()), shared
+
+
 # --- diagrams --------------------------------------------------------------------------------------------------------
 
 

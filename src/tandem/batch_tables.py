@@ -83,7 +83,7 @@ class Sequence:
 S = TypeVar("S", bound=Sequence)
 
 
-class Span(Struct, Generic[S], frozen=True):
+class TokenSpan(Struct, Generic[S], frozen=True):
     """Tokens [start, stop) of a request, whose KV this batch writes."""
 
     sequence: S
@@ -93,7 +93,7 @@ class Span(Struct, Generic[S], frozen=True):
     pools: bool = False
 
 
-def shared_out(spans: Values[Span[S]], num_ranks: int) -> list[list[Span[S]]] | None:
+def shared_out(spans: Values[TokenSpan[S]], num_ranks: int) -> list[list[TokenSpan[S]]] | None:
     """The tokens of these spans, in order, in as many equal runs as there are ranks: each rank's, as spans.
 
     None where there is nothing to share out: one rank, or fewer tokens than ranks. Who has the last token of a span has
@@ -102,7 +102,7 @@ def shared_out(spans: Values[Span[S]], num_ranks: int) -> list[list[Span[S]]] | 
     total = sum(span.stop - span.start for span in spans)
     if num_ranks == 1 or total < num_ranks:
         return None
-    parts: list[list[Span[S]]] = [[] for _ in range(num_ranks)]
+    parts: list[list[TokenSpan[S]]] = [[] for _ in range(num_ranks)]
     runs = [share(total, rank, num_ranks) for rank in range(num_ranks)]
     first = 0
     for span in spans:
@@ -200,7 +200,7 @@ class BatchTables(Generic[S]):
         for request in gone:
             self.sequences.pop(RequestId(request), None)
 
-    def apply(self, plan: BatchPlan) -> list[Span[S]]:
+    def apply(self, plan: BatchPlan) -> list[TokenSpan[S]]:
         """Everything of a plan that comes before the forward pass. Returns what its rows are about, in order."""
         decode_set = self.decode_sets[plan.micro_batch]
         if plan.leave:
@@ -216,13 +216,13 @@ class BatchTables(Generic[S]):
             decode_set.refresh_table(sequence)
         return [self._span(row) for row in plan.rows]
 
-    def _span(self, row: Row) -> Span[S]:
+    def _span(self, row: Row) -> TokenSpan[S]:
         sequence = self._known(row.request)
         sequence.set_pages(row.first_page, row.pages)
         _extend(sequence, row.token)
         if row.samples:
             sequence.cut(row.stop)  # a prompt may run twice; its token is sampled anew
-        return Span(sequence, row.start, row.stop, row.samples, row.pools)
+        return TokenSpan(sequence, row.start, row.stop, row.samples, row.pools)
 
     def _known(self, request: RequestId) -> S:
         sequence = self.sequences.get(request)
@@ -234,11 +234,11 @@ class BatchTables(Generic[S]):
         """Who gets tokens from this batch without a row of its plan, in join order."""
         return self.decode_sets[plan.micro_batch].members if plan.decodes else ()
 
-    def sampling(self, plan: BatchPlan, spans: Values[Span[S]]) -> list[S]:
+    def sampling(self, plan: BatchPlan, spans: Values[TokenSpan[S]]) -> list[S]:
         """Whose tokens come when: one entry per row of the outcome."""
         return [*(span.sequence for span in spans if span.samples), *self.members(plan)]
 
-    def inputs(self, plan: BatchPlan, spans: Values[Span[S]]) -> list[Span[S]]:
+    def inputs(self, plan: BatchPlan, spans: Values[TokenSpan[S]]) -> list[TokenSpan[S]]:
         """The tokens whose KV this batch writes: those of its rows, in order, then the last token or block of each
         member. The span of a row that samples ends where its last whole block does, and may be empty.
         """
@@ -248,14 +248,16 @@ class BatchTables(Generic[S]):
             for span in spans
         ]
         return rows + [
-            Span(member, len(member.tokens) - block, len(member.tokens), True) for member in self.members(plan)
+            TokenSpan(member, len(member.tokens) - block, len(member.tokens), True) for member in self.members(plan)
         ]
 
     def num_sampled(self, sequence: S) -> int:
         """How many tokens it gets from a batch that samples for it."""
         return num_sampled(len(sequence.tokens), self.block_tokens)
 
-    def finish(self, plan: BatchPlan, spans: Values[Span[S]], tokens: Values[int]) -> list[tuple[RequestId, PageHash]]:
+    def finish(
+        self, plan: BatchPlan, spans: Values[TokenSpan[S]], tokens: Values[int]
+    ) -> list[tuple[RequestId, PageHash]]:
         """The forward pass is done: `tokens` in the order of `sampling`, of each as many as it samples, even where one
         before the last of them ends it. Returns pages with output that are full now.
 

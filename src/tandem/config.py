@@ -14,7 +14,7 @@ from typing import Any, Literal  # Any: values of dataclass metadata, whose shap
 from tandem import kv_events_config, otlp, several_hosts, storage_config
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_SHARDS, MAX_TIMEOUT_SECONDS, PAGE_TOKENS, Cut
-from tandem.door_config import DOOR_RULES, TOO_LATE, DoorConfig, Rule, flag
+from tandem.door_config import DOOR_RULES, TOO_LATE, ConfigRule, DoorConfig, flag
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
 from tandem.engine.quantization_names import QUANTIZATIONS
 from tandem.several_hosts import is_loopback
@@ -354,218 +354,222 @@ class ServerConfig(DoorConfig):
         return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[ConfigRule, ...] = (
     *DOOR_RULES,
-    Rule(lambda c: c.page_tokens < 1 or c.page_tokens & (c.page_tokens - 1) != 0, "--page-size must be a power of two"),
-    Rule(
+    ConfigRule(
+        lambda c: c.page_tokens < 1 or c.page_tokens & (c.page_tokens - 1) != 0, "--page-size must be a power of two"
+    ),
+    ConfigRule(
         lambda c: c.chunked_prefill_size < c.page_tokens,
         "--chunked-prefill-size must be at least one page (--page-size)",
     ),
-    Rule(lambda c: not 0 < c.dllm_threshold <= 1, "--dllm-threshold must be above 0 and at most 1"),
-    Rule(
+    ConfigRule(lambda c: not 0 < c.dllm_threshold <= 1, "--dllm-threshold must be above 0 and at most 1"),
+    ConfigRule(
         lambda c: not 1 <= c.max_running_requests <= MOST_RUNNING,
         f"--max-running-requests must be at least 1 and at most {MOST_RUNNING}",
     ),
-    Rule(lambda c: c.max_queued_requests < 1, "--max-queued-requests must be at least 1"),
-    Rule(lambda c: not 0 < c.mem_fraction_static < 1, "--mem-fraction-static must lie between 0 and 1"),
-    Rule(
+    ConfigRule(lambda c: c.max_queued_requests < 1, "--max-queued-requests must be at least 1"),
+    ConfigRule(lambda c: not 0 < c.mem_fraction_static < 1, "--mem-fraction-static must lie between 0 and 1"),
+    ConfigRule(
         lambda c: not all(0 <= port < 1 << 16 for port in (c.port, c.disaggregation_bootstrap_port)),
         "--port and --disaggregation-bootstrap-port take 0 to 65535",
     ),
-    Rule(
+    ConfigRule(
         lambda c: min(c.tp_size, c.pp_size, c.attn_cp_size) < 1 or c.tp_size * c.pp_size * c.attn_cp_size > MAX_SHARDS,
         f"--tp-size, --pp-size and --attn-cp-size must be at least 1, and their product at most {MAX_SHARDS}",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.attn_cp_size > 1 and c.disaggregation_mode == "decode",
         "--attn-cp-size shares out the tokens of prompts, which a decode server does not compute: leave it out there",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.attn_cp_size > 1 and c.is_embedding,
         "--attn-cp-size is for models that say tokens: leave it out of an embedding server (--is-embedding, or an "
         "encoder)",
     ),
-    Rule(lambda c: not 1 <= c.dp_size <= MAX_DP_SIZE, f"--dp-size must be at least 1 and at most {MAX_DP_SIZE}"),
-    Rule(
+    ConfigRule(lambda c: not 1 <= c.dp_size <= MAX_DP_SIZE, f"--dp-size must be at least 1 and at most {MAX_DP_SIZE}"),
+    ConfigRule(
         lambda c: c.enable_dp_attention and not c.tp_size == c.dp_size > 1,
         "--enable-dp-attention needs a --dp-size of 2 or more and the same --tp-size: one worker attends for each rank",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.enable_dp_attention and c.pp_size * c.attn_cp_size > 1,
         "--enable-dp-attention cannot be combined with --pp-size or --attn-cp-size: its ranks step together through "
         "all layers, each with rows of its own",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.load_balance_method == "follow_bootstrap_room" and c.disaggregation_mode == "null",
         "--load-balance-method follow_bootstrap_room is for prefill and decode servers: others see no room",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.deterministic and c.enable_dp_attention,
         "--deterministic excludes --enable-dp-attention, which cuts the sums of MLPs: leave one of them out",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.deterministic and c.kv_cache_dtype != "auto",
         "--deterministic is measured with keys and values as they are computed: leave --kv-cache-dtype out",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.deterministic and c.is_embedding,
         "--deterministic is measured on scores of tokens, which an embedding server (--is-embedding, or an encoder) "
         "does not make: leave it out",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.is_embedding and c.disaggregation_mode != "null",
         "an embedding server (--is-embedding, or an encoder) has no decode side whom KV could be sent to: leave "
         "--disaggregation-mode out",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.device != "cpu" and c.nnodes > 1,
         "--nnodes needs --device cpu: NCCL is told of interfaces by name, and hosts know each other's addresses only",
     ),
-    Rule(lambda c: not 0 <= c.cpu_threads <= MOST_THREADS, f"--cpu-threads takes 0 to {MOST_THREADS}"),
-    Rule(
+    ConfigRule(lambda c: not 0 <= c.cpu_threads <= MOST_THREADS, f"--cpu-threads takes 0 to {MOST_THREADS}"),
+    ConfigRule(
         lambda c: not 0 <= c.cuda_graph_max_bs <= MOST_RUNNING,
         f"--cuda-graph-max-bs must be at least 0 and at most {MOST_RUNNING}",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.prefill_max_requests is not None and c.prefill_max_requests < 1,
         "--prefill-max-requests must be at least 1",
     ),
-    Rule(lambda c: c.max_total_tokens is not None and c.max_total_tokens < 1, "--max-total-tokens must be at least 1"),
-    Rule(
+    ConfigRule(
+        lambda c: c.max_total_tokens is not None and c.max_total_tokens < 1, "--max-total-tokens must be at least 1"
+    ),
+    ConfigRule(
         lambda c: min(c.num_reserved_decode_tokens, c.schedule_conservativeness, c.drain_timeout) < 0,
         "--num-reserved-decode-tokens, --schedule-conservativeness and --drain-timeout must not be negative",
     ),
-    Rule(
+    ConfigRule(
         lambda c: kv_events_config.complaint(c.kv_events_config, dp_size=c.dp_size) is not None,
         f"--kv-events-config takes JSON such as {kv_events_config.EXAMPLE}, with a port for every DP rank",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.kv_events_config is not None and not kv_events_config.is_installed(),
         "--kv-events-config needs pyzmq: pip install 'tandem-llm[kv-events]'",
     ),
-    Rule(lambda c: c.enable_trace and not otlp.is_installed(), otlp.MISSING),
-    Rule(lambda c: not otlp.is_endpoint(c.otlp_traces_endpoint), otlp.MALFORMED),
-    Rule(lambda c: c.flight_record_max_bytes < 1, "--flight-record-max-bytes must be at least 1"),
-    Rule(
+    ConfigRule(lambda c: c.enable_trace and not otlp.is_installed(), otlp.MISSING),
+    ConfigRule(lambda c: not otlp.is_endpoint(c.otlp_traces_endpoint), otlp.MALFORMED),
+    ConfigRule(lambda c: c.flight_record_max_bytes < 1, "--flight-record-max-bytes must be at least 1"),
+    ConfigRule(
         lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,
         "timeouts must be positive",
     ),
-    Rule(
+    ConfigRule(
         lambda c: (
             max(c.request_timeout, c.stall_timeout, c.watchdog_timeout, c.drain_timeout, c.dist_timeout)
             > MAX_TIMEOUT_SECONDS
         ),
         TOO_LATE,
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.enable_hierarchical_cache and (c.disable_radix_cache or c.device != "cpu"),
         "--enable-hierarchical-cache keeps pages of the prefix cache, and copies them on the CPU: it excludes "
         "--disable-radix-cache and needs --device cpu",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.enable_hierarchical_cache and c.disaggregation_decode_enable_radix_cache is False,
         "--enable-hierarchical-cache keeps pages of the prefix cache, which "
         "--no-disaggregation-decode-enable-radix-cache turns off",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.enable_hierarchical_cache and c.kv_events_config is not None,
         "--kv-events-config tells of the KV pool only, so it excludes --enable-hierarchical-cache",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.disaggregation_transfer_backend == "shm" and c.nnodes > 1,
         "--disaggregation-transfer-backend shm needs all workers on the host of their peers, so it excludes --nnodes",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.disaggregation_transfer_backend == "nixl" and not storage_config.is_nixl_installed(),
         "--disaggregation-transfer-backend nixl needs NIXL: pip install 'tandem-llm[nixl]'",
     ),
-    Rule(lambda c: c.pp_min_micro_batch_size < 1, "--pp-min-micro-batch-size must be at least 1"),
-    Rule(lambda c: c.max_prefill_stall_ms < 0, "--max-prefill-stall-ms must not be negative"),
-    Rule(lambda c: not 0 <= c.swa_full_tokens_ratio < 1, "--swa-full-tokens-ratio must be between 0 and 1"),
-    Rule(
+    ConfigRule(lambda c: c.pp_min_micro_batch_size < 1, "--pp-min-micro-batch-size must be at least 1"),
+    ConfigRule(lambda c: c.max_prefill_stall_ms < 0, "--max-prefill-stall-ms must not be negative"),
+    ConfigRule(lambda c: not 0 <= c.swa_full_tokens_ratio < 1, "--swa-full-tokens-ratio must be between 0 and 1"),
+    ConfigRule(
         lambda c: c.swa_full_tokens_ratio > 0 and c.disable_hybrid_swa_memory,
         "--swa-full-tokens-ratio does nothing beside --disable-hybrid-swa-memory; leave one of them out",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.hicache_ratio <= 0 or c.hicache_size < 0,
         "--hicache-ratio must be positive, and --hicache-size not negative",
     ),
-    Rule(lambda c: c.hicache_storage_backend not in (None, *storage_config.BACKENDS), storage_config.REFUSED),
-    Rule(
+    ConfigRule(lambda c: c.hicache_storage_backend not in (None, *storage_config.BACKENDS), storage_config.REFUSED),
+    ConfigRule(
         lambda c: c.hicache_storage_backend == "nixl" and not storage_config.is_nixl_installed(), storage_config.MISSING
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.hicache_storage_backend is not None and c.hicache_storage_dir is None,
         "--hicache-storage-backend needs --hicache-storage-dir",
     ),
-    Rule(lambda c: c.hicache_storage_size <= 0, "--hicache-storage-size must be positive"),
-    Rule(
+    ConfigRule(lambda c: c.hicache_storage_size <= 0, "--hicache-storage-size must be positive"),
+    ConfigRule(
         lambda c: not storage_config.is_readable(c.hicache_storage_backend_extra_config),
         f"--hicache-storage-backend-extra-config takes JSON such as {storage_config.EXAMPLE}",
     ),
-    Rule(
+    ConfigRule(
         lambda c: not c.enable_prefill_delayer and _changes_delayer(c),
         "--prefill-delayer-* flags need --enable-prefill-delayer",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.prefill_delayer_max_delay_passes < 1 or c.prefill_delayer_max_delay_ms <= 0,
         "--prefill-delayer-max-delay-passes and --prefill-delayer-max-delay-ms must be positive",
     ),
-    Rule(
+    ConfigRule(
         lambda c: (
             c.prefill_delayer_token_usage_low_watermark is not None
             and not 0 < c.prefill_delayer_token_usage_low_watermark <= 1
         ),
         "--prefill-delayer-token-usage-low-watermark must lie between 0 and 1",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.prefill_delayer_queue_min_ratio not in (None, "auto") and c.prefill_delayer_queue_min_ratio <= 0,
         "--prefill-delayer-queue-min-ratio must be positive; leave it out for no queue gate",
     ),
-    Rule(
+    ConfigRule(
         lambda c: not are_bounds(c.prefill_delayer_forward_passes_buckets),
         "--prefill-delayer-forward-passes-buckets must be positive and rise",
     ),
-    Rule(
+    ConfigRule(
         lambda c: not are_bounds(c.prefill_delayer_wait_seconds_buckets),
         "--prefill-delayer-wait-seconds-buckets must be positive and rise",
     ),
-    Rule(
+    ConfigRule(
         lambda c: (
             c.disaggregation_metadata_slots is not None and not 1 <= c.disaggregation_metadata_slots <= 2 * MOST_RUNNING
         ),
         f"--disaggregation-metadata-slots must be at least 1 and at most {2 * MOST_RUNNING}",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.disaggregation_park_max_tokens < 0,
         "--disaggregation-park-max-tokens must not be negative; with 0 nothing is parked",
     ),
-    Rule(
+    ConfigRule(
         lambda c: min(c.optimistic_prefill_retries or 0, c.optimistic_prefill_attempts or 0) < 0,
         "--optimistic-prefill-retries and --optimistic-prefill-attempts must not be negative",
     ),
-    Rule(
+    ConfigRule(
         lambda c: len(optimistic_wishes(c)) > 1,
         "--optimistic-prefill-policy, --optimistic-prefill-retries (N: retry, 0: off) and "
         "--optimistic-prefill-attempts (N: park, 0: off) contradict each other: give one of them",
     ),
-    Rule(
+    ConfigRule(
         lambda c: any(not is_network(text) for text in c.disaggregation_allow),
         "--disaggregation-allow takes networks, such as 10.1.0.0/16 or fd00::/8, without bits behind the prefix",
     ),
-    Rule(
+    ConfigRule(
         lambda c: local_prefill_tokens(c.disaggregation_local_prefill) is None,
         "--disaggregation-local-prefill takes off, auto or a positive number of tokens",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.disaggregation_local_prefill != "off" and c.strict_remote,
         "--disaggregation-local-prefill computes prompts on decode, which --strict-remote forbids",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.disaggregation_decode_enable_radix_cache is True and c.disable_radix_cache,
         "--disaggregation-decode-enable-radix-cache contradicts --disable-radix-cache",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.cluster_secret_file is None and c.disaggregation_mode != "null" and not is_loopback(c.host),
         "a prefill or decode server that others can reach needs --cluster-secret-file, the same on all of them",
     ),

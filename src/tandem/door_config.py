@@ -71,7 +71,7 @@ class DoorConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ConfigRule:
     """A combination that is refused at start, and the sentence that tells the user why."""
 
     broken: Any  # a function of the configuration
@@ -85,16 +85,16 @@ def is_origin(text: str) -> bool:
 
 TOO_LATE = f"timeouts are at most {MAX_TIMEOUT_SECONDS:g} seconds: no request may have more"
 
-DOOR_RULES: tuple[Rule, ...] = (
-    Rule(
+DOOR_RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(
         lambda c: c.max_stored_responses < 0 or c.stored_responses_max_bytes < 0,
         "--max-stored-responses and --stored-responses-max-bytes must not be negative",
     ),
-    Rule(
+    ConfigRule(
         lambda c: not all(map(is_origin, c.allowed_origins)),
         "--allowed-origins takes * or origins like https://example.org:8443, without a path",
     ),
-    Rule(
+    ConfigRule(
         lambda c: c.allow_credentials and "*" in c.allowed_origins,
         "--allow-credentials with --allowed-origins '*' would lend every user's cookies to any page: name the origins",
     ),

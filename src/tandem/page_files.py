@@ -51,7 +51,7 @@ class FolderRefused(Exception):
     """Why pages cannot be kept there, in a sentence."""
 
 
-class Entry(Struct, frozen=True, gc=False):
+class FileEntry(Struct, frozen=True, gc=False):
     name: str
     num_bytes: int
     used_at: float  # seconds
@@ -60,7 +60,7 @@ class Entry(Struct, frozen=True, gc=False):
 class Files(Protocol):
     """A folder. All raise OSError; what is not there FileNotFoundError."""
 
-    def entries(self) -> Iterable[Entry]: ...
+    def entries(self) -> Iterable[FileEntry]: ...
 
     def read(self, name: str, most: int) -> bytes:
         """The first `most` bytes. The file counts as used now."""
@@ -117,12 +117,12 @@ class DiskFolder:
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise FolderRefused(f"others can write into {path}: pages of KV need a folder of one's own (chmod 700)")
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[FileEntry]:
         with os.scandir(self._fd) as found:
             for one in found:
                 with contextlib.suppress(FileNotFoundError):  # another server has removed it meanwhile
                     about = one.stat(follow_symlinks=False)
-                    yield Entry(one.name, about.st_size, about.st_mtime)
+                    yield FileEntry(one.name, about.st_size, about.st_mtime)
 
     def read(self, name: str, most: int) -> bytes:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)

@@ -87,7 +87,7 @@ class Waiting:
     until: float  # seconds of `now`
 
 
-class Lane:
+class StorageLane:
     """One queue, and what the thread behind it does."""
 
     def __init__(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.core.scheduler.node import EngineNode
-from tandem.server.node.flight import Segment, replay
+from tandem.server.node.flight import FlightSegment, replay
 from tandem.server.node.record import Record, records_at, replay_through
 
 FOLDER_BYTES = 4_000_000  # of one life of a server: the page is turned in the longer ones
@@ -42,7 +42,7 @@ def replayed(folder: Path) -> Iterator[Told]:
 
 
 def told(server: str, record: Record) -> Told:
-    first = Segment(record.segments[0]).head
+    first = FlightSegment(record.segments[0]).head
     assert first.settings.window_depth >= LEAST_WINDOW_DEPTH
     whole = replay_through(record, EngineNode)
     parts = [whole, *(replay(path, EngineNode) for path in record.segments[: None if not whole.is_cut else -1])]

@@ -14,7 +14,7 @@ from proxy import LOOPBACK, RECORDED_BYTES, Link, RouteProxy
 
 from attackers import SECRET, hello_of
 from tandem.core.values import Cut, Incarnation, Nanos
-from tandem.server.node.session import Greeting, Ping, Session
+from tandem.server.node.session import Greeting, PeerPing, Session
 from tandem.server.wire import DataEndpoint
 
 DATA = bytes(range(256)) * 64
@@ -236,9 +236,9 @@ def test_a_greeting_names_the_link_of_the_data_plane_and_all_else_passes_in_what
         exchange(size, dialler, acceptor, between, heard)
         dialler.greet()
         exchange(size, dialler, acceptor, between, heard)
-        acceptor.say(Ping())
+        acceptor.say(PeerPing())
         exchange(size, dialler, acceptor, between, heard)
-        assert heard == [Greeting("layout", Nanos(1), Cut(), (DataEndpoint(LOOPBACK, 8001),)), Ping()]
+        assert heard == [Greeting("layout", Nanos(1), Cut(), (DataEndpoint(LOOPBACK, 8001),)), PeerPing()]
 
 
 def session(name: str, shards: tuple[DataEndpoint, ...], *, is_dialler: bool) -> Session:

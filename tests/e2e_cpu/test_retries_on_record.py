@@ -23,7 +23,7 @@ from tandem.core.disagg.transfer_state import TransferState
 from tandem.core.events import BatchReturned
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.request_state import Progress, State
-from tandem.server.node.flight import Step
+from tandem.server.node.flight import ReplayedStep
 from tandem.server.node.record import records_at, steps_from
 
 CHUNK, RETRIES = 64, 2
@@ -71,7 +71,7 @@ class Pair:
         for server in (self.prefill, self.decode):
             server.open("POST", "/flush_cache").close()
 
-    def steps(self, server: Server) -> Iterator[tuple[Step, EngineNode]]:
+    def steps(self, server: Server) -> Iterator[tuple[ReplayedStep, EngineNode]]:
         """What its node has done until now, done again."""
         (record,) = records_at(self.records["prefill" if server is self.prefill else "decode"])
         for step in steps_from(record, 0, EngineNode):

@@ -13,8 +13,8 @@ from gpu_world import DEVICE, needs_triton
 
 from attention_world import NUM_PAGES, World, sequence
 from tandem.engine.attention.base import AttentionRules, attention_backend
-from tandem.engine.batch import BatchBuilder, Span
-from tandem.engine.decode_set import DecodeSet
+from tandem.engine.batch import BatchBuilder, TokenSpan
+from tandem.engine.decode_set import ArrayDecodeSet
 from tandem.engine.kv_memory import KvMemory, KvShape
 from tandem.engine.model_config import ModelError
 
@@ -95,9 +95,9 @@ def test_it_says_what_torch_says() -> None:
         ]
         pages = iter(draw.permutation(NUM_PAGES * 16).tolist())
         made = [sequence(i, n, pages=pages, page_size=page_size) for i, n in enumerate(lengths)]
-        decode_set = DecodeSet()
+        decode_set = ArrayDecodeSet()
         decode_set.join(made[2])
-        spans = [Span(each, 0, len(each.tokens), samples=False) for each in made[:2]]
+        spans = [TokenSpan(each, 0, len(each.tokens), samples=False) for each in made[:2]]
         batch = BatchBuilder(page_size=page_size, device=DEVICE, tiles=False).build(spans, decode_set)
         q, k, v = (
             torch.from_numpy(draw.normal(size=(len(batch.slots), n, 80))).to(DEVICE, torch.float32)
@@ -119,7 +119,7 @@ def test_rows_planned_into_reserved_room_say_the_same() -> None:
     reserved, pages = attention.reserve(3, width=16), iter(range(64))
     draw = torch.Generator().manual_seed(0)
     for lengths in ((9, 30, 1), (33, 2, 17)):
-        decode_set = DecodeSet()
+        decode_set = ArrayDecodeSet()
         for request, length in enumerate(lengths):
             decode_set.join(sequence(request, length, pages=pages, page_size=4))
         batch = BatchBuilder(page_size=4, device=DEVICE, tiles=False).build([], decode_set)

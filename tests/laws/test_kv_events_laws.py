@@ -14,7 +14,7 @@ from tandem.core.scheduler.node import EngineNode
 from tandem.core.values import RequestId
 from tandem.pagehash import prompt_hashes
 from tandem.sampling import Payload, SamplingParams
-from tandem.server.node.kv_events import Announced, KvEvents, block_hash, encode
+from tandem.server.node.kv_events import KvAnnouncement, KvEvents, block_hash, encode
 
 FAULTS = [name for name in ACTIONS if name not in USUAL]
 PAGE = 16
@@ -27,7 +27,7 @@ class Sent:
     def __init__(self) -> None:
         self.index = Index()
 
-    def publish(self, announced: list[Announced]) -> None:
+    def publish(self, announced: list[KvAnnouncement]) -> None:
         self.index.take(read_batch(encode(announced, ts=0.0, page_size=PAGE, dp_rank=0)))
 
     def close(self) -> None:

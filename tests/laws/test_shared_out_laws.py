@@ -5,14 +5,14 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.batch_tables import Sequence, Span, shared_out
+from tandem.batch_tables import Sequence, TokenSpan, shared_out
 from tandem.core.values import RequestId
 
 
-def span_of(number: int, start: int, length: int, samples: bool, pools: bool) -> Span[Sequence]:
+def span_of(number: int, start: int, length: int, samples: bool, pools: bool) -> TokenSpan[Sequence]:
     tokens = array("i", [0] * (start + length))
     sequence = Sequence(request=RequestId(number), prompt_len=len(tokens), page_size=4, tokens=tokens, prompt_hash=b"")
-    return Span(sequence, start, start + length, samples, pools)
+    return TokenSpan(sequence, start, start + length, samples, pools)
 
 
 spans = st.lists(
@@ -20,18 +20,18 @@ spans = st.lists(
 ).map(lambda drawn: [span_of(number, *one) for number, one in enumerate(drawn)])
 
 
-def tokens_of(some: list[Span[Sequence]]) -> list[tuple[int, int]]:
+def tokens_of(some: list[TokenSpan[Sequence]]) -> list[tuple[int, int]]:
     return [(span.sequence.request, position) for span in some for position in range(span.start, span.stop)]
 
 
-def ends_of(some: list[Span[Sequence]]) -> list[tuple[int, int, bool, bool]]:
+def ends_of(some: list[TokenSpan[Sequence]]) -> list[tuple[int, int, bool, bool]]:
     """What is wanted behind which token."""
     found = ((span.sequence.request, span.stop, span.samples, span.pools) for span in some)
     return [one for one in found if one[2] or one[3]]
 
 
 @given(some=spans, num_ranks=st.integers(2, 7))
-def test_every_token_has_one_rank_and_ends_stay_where_they_are(some: list[Span[Sequence]], num_ranks: int) -> None:
+def test_every_token_has_one_rank_and_ends_stay_where_they_are(some: list[TokenSpan[Sequence]], num_ranks: int) -> None:
     parts = shared_out(some, num_ranks)
     if parts is None:
         assert len(tokens_of(some)) < num_ranks
@@ -46,5 +46,5 @@ def test_every_token_has_one_rank_and_ends_stay_where_they_are(some: list[Span[S
 
 
 @given(some=spans)
-def test_one_rank_shares_nothing_out(some: list[Span[Sequence]]) -> None:
+def test_one_rank_shares_nothing_out(some: list[TokenSpan[Sequence]]) -> None:
     assert shared_out(some, 1) is None

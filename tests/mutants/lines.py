@@ -485,8 +485,8 @@ BREAKS = (
     Break(
         "failed_transfers_are_our_mistake",
         "server/api/errors.py",
-        "Cause.TRANSFER_FAILED: Rule(502, True,",
-        "Cause.TRANSFER_FAILED: Rule(500, True,",
+        "Cause.TRANSFER_FAILED: ErrorRule(502, True,",
+        "Cause.TRANSFER_FAILED: ErrorRule(500, True,",
         EDGES + "strictly_remote_a_failed_transfer_is_an_error_and_never_a_fallback",
     ),
     # sglang#27028
@@ -648,8 +648,8 @@ BREAKS = (
     Break(
         "waiting_in_vain_is_our_mistake",
         "server/api/errors.py",
-        "Cause.WAITING_TIMEOUT: Rule(504,",
-        "Cause.WAITING_TIMEOUT: Rule(500,",
+        "Cause.WAITING_TIMEOUT: ErrorRule(\n        504,",
+        "Cause.WAITING_TIMEOUT: ErrorRule(\n        500,",
         EDGES + "a_prefill_that_never_sends_ends_decodes_half_in_time_and_strictly_remote_means_no_fallback",
     ),
     Break(
@@ -2313,8 +2313,8 @@ OTHERS = (
     Break(
         "decode_row_writes_its_last_token_only",
         "batch_tables.py",
-        "Span(member, len(member.tokens) - block, len(member.tokens), True)",
-        "Span(member, len(member.tokens) - 1, len(member.tokens), True)",
+        "TokenSpan(member, len(member.tokens) - block, len(member.tokens), True)",
+        "TokenSpan(member, len(member.tokens) - 1, len(member.tokens), True)",
         BLOCKS + "tokens_are_the_same_for_blocks_of_any_size",
     ),
     Break(
@@ -3438,7 +3438,7 @@ OTHERS = (
     Break(
         "a_server_that_starts_says_nothing",
         "server/node/kv_publisher.py",
-        "self.publish([Announced(AnnounceCleared())])",
+        "self.publish([KvAnnouncement(AnnounceCleared())])",
         "self._next_number += 1",
         KV_SENT + "a_subscriber_gets_topic_number_and_batch_and_missed_ones_again",
     ),

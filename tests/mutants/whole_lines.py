@@ -260,7 +260,7 @@ NODE = (
     WholeBreak(
         "who_has_nothing_to_say_says_nothing",
         LINKS,
-        "            self._say(link, Ping(), now)\n",
+        "            self._say(link, PeerPing(), now)\n",
         "            link.said_ns = now\n",
         "the heartbeat is not sent",
     ),

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.server.api import accept
 from tandem.server.api.accept import PER_TURN, BoundedServer
-from tandem.server.api.connections import BoundedHttp1, Bounds
+from tandem.server.api.connections import BoundedHttp1, ConnectionBounds
 
 LONG = 3600.0
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -25,7 +25,7 @@ Story = Callable[["Port"], Awaitable[None]]
 class Port:
     """Its clients connect without its loop, which takes no turn meanwhile."""
 
-    def __init__(self, server: BoundedServer, address: tuple[str, int], bounds: Bounds) -> None:
+    def __init__(self, server: BoundedServer, address: tuple[str, int], bounds: ConnectionBounds) -> None:
         self.server, self.address, self.bounds = server, address, bounds
         self._clients = contextlib.ExitStack()
 
@@ -46,7 +46,7 @@ async def ok(scope: Scope, receive: Receive, send: Send) -> None:
 
 def serves(story: Story, *, sock: Callable[[], socket.socket] | None = None, **limits: Any) -> None:
     async def main() -> None:
-        bounds = Bounds(head_s=LONG, request_s=LONG, write_s=LONG, idle_s=LONG, **limits)
+        bounds = ConnectionBounds(head_s=LONG, request_s=LONG, write_s=LONG, idle_s=LONG, **limits)
         server = BoundedServer(ok, bounds, drain_seconds=0)
         with sock() if sock is not None else socket.create_server(("127.0.0.1", 0)) as listener:
             serving = asyncio.create_task(server.serve([listener]))
@@ -125,7 +125,7 @@ def test_who_is_refused_does_not_stand_behind_those_who_are_let_in(monkeypatch: 
 
 def test_a_turn_does_not_take_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accept, "ACCEPTS_PER_TURN", 64)
-    calls = per_turn(monkeypatch, accept.Refused, "__init__")
+    calls = per_turn(monkeypatch, accept.RefusedConnection, "__init__")
 
     async def story(port: Port) -> None:
         for _ in range(300):
@@ -184,7 +184,7 @@ def test_a_refused_socket_goes_with_its_client_or_after_a_while(monkeypatch: pyt
 
 
 def test_at_the_end_of_a_port_nobody_lingers() -> None:
-    found: list[Bounds] = []
+    found: list[ConnectionBounds] = []
 
     async def story(port: Port) -> None:
         port.connect()

@@ -17,7 +17,7 @@ from tandem.core.events import AbortRequested
 from tandem.server.api import connections
 from tandem.server.api.accept import BoundedServer
 from tandem.server.api.connections import (
-    Bounds,
+    ConnectionBounds,
     api_bounds,
     raise_fd_limit,
     waited_s,
@@ -35,7 +35,7 @@ Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Port:
-    def __init__(self, number: int, bounds: Bounds) -> None:
+    def __init__(self, number: int, bounds: ConnectionBounds) -> None:
         self.number, self.bounds = number, bounds
 
     async def open(self, data: bytes = b"") -> Opened:
@@ -55,7 +55,7 @@ class Port:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, bounds: Bounds) -> AsyncIterator[Port]:
+async def serving(app: Any, bounds: ConnectionBounds) -> AsyncIterator[Port]:
     server = BoundedServer(app, bounds, drain_seconds=0)
     listener = socket.create_server(("127.0.0.1", 0))
     task = asyncio.create_task(server.serve([listener]))
@@ -75,7 +75,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 def serves(story: Callable[[Port], Awaitable[None]], app: Any = None, **limits: Any) -> None:
     async def main() -> None:
-        bounds = Bounds(**{"head_s": LONG, "body_s": LONG, "request_s": None, "write_s": LONG, "idle_s": LONG} | limits)
+        bounds = ConnectionBounds(
+            **{"head_s": LONG, "body_s": LONG, "request_s": None, "write_s": LONG, "idle_s": LONG} | limits
+        )
         async with serving(app or world().app, bounds) as port:
             await story(port)
 

@@ -20,7 +20,7 @@ from tandem.server.api import app, bounds, openai
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Refusal
 from tandem.server.api.node_link import NodeLink
-from tandem.server.channel import Frames, open_channel
+from tandem.server.channel import FrameDecoder, open_channel
 
 TOO_LARGE = 10**30
 PAIR = {"bootstrap_host": "127.0.0.1", "bootstrap_room": [5, 6]}
@@ -337,7 +337,7 @@ class linked:
             max_pending_bytes=self._max_pending_bytes,
         )
         self._client.receive(wire.NodeReady(REPLICA, num_pages=1, page_bytes=1))
-        self._frames: Frames[Any] = Frames(wire.ApiToNode)
+        self._frames: FrameDecoder[Any] = FrameDecoder(wire.ApiToNode)
         return self._client, self._received
 
     def _received(self) -> list[Any]:

@@ -17,7 +17,7 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.api.client import Generation, NodeClient
 from tandem.server.api.errors import Problem, Refusal
-from tandem.server.api.live_requests import Arrival
+from tandem.server.api.live_requests import IncomingRequest
 
 
 class Node(FakeNode):
@@ -73,7 +73,7 @@ class Ranks:
     async def ask(self, *submits: wire.Submit, routed: Sequence[int | None] = ()) -> list[int]:
         """The ranks that got them; they go on running."""
         rows = zip(submits, routed or [None] * len(submits), strict=True)
-        arrivals = [Arrival(submit.request, (submit.request.rid,), dp_rank) for submit, dp_rank in rows]
+        arrivals = [IncomingRequest(submit.request, (submit.request.rid,), dp_rank) for submit, dp_rank in rows]
         self.client._submit(submits, arrivals, Generation(), is_canary=False)
         return [self.rank_of(submit) for submit in submits]
 

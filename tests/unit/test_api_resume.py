@@ -15,7 +15,7 @@ from tandem.core.commands import FinishReason
 from tandem.core.request import Request
 from tandem.core.values import Cause
 from tandem.sampling import Payload
-from tandem.server.api.resume import ASKS, FIELD, TELLS, Frame, FrameReader, Resume, Told
+from tandem.server.api.resume import ASKS, FIELD, TELLS, FrameReader, Resume, ResumeFrame, Told
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.router.shell import encode_rest
 
@@ -61,7 +61,7 @@ def decode_that_says(tokens: list[int], *, template: str = THINKS, **script: Any
     return world(found, tokenizer=own, disaggregation_mode="decode", digest_secret=SECRET, page_size=4)
 
 
-def frames_of(w: World, path: str, body: dict[str, Any]) -> list[tuple[Frame, bytes]]:
+def frames_of(w: World, path: str, body: dict[str, Any]) -> list[tuple[ResumeFrame, bytes]]:
     with w.http() as http:
         response = http.post(path, json=body | {"stream": True}, headers={ASKS: "1"})
     assert response.status_code == 200, response.text
@@ -71,14 +71,14 @@ def frames_of(w: World, path: str, body: dict[str, Any]) -> list[tuple[Frame, by
     return [frame for piece in pieces for frame in reader.feed(piece)]
 
 
-def resume_of(frames: list[tuple[Frame, bytes]]) -> dict[str, Any]:
+def resume_of(frames: list[tuple[ResumeFrame, bytes]]) -> dict[str, Any]:
     told = Told()
     for frame, _ in frames:
         told.add(frame)
     return {FIELD: msgspec.to_builtins(told.resume())}
 
 
-def shown(frames: list[tuple[Frame, bytes]]) -> bytes:
+def shown(frames: list[tuple[ResumeFrame, bytes]]) -> bytes:
     """Without the one time that is of the end and not of the beginning."""
     return re.sub(rb'"completed_at":\d+', b"", b"".join(data for _, data in frames))
 

@@ -15,7 +15,7 @@ from tandem.server.api.accept import BoundedServer
 from tandem.server.api.body_store import CHUNK_BYTES, MAX_BODY_BYTES, BodyStore
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
 from tandem.server.api.cluster_auth import WriteGuard
-from tandem.server.api.connections import Bounds
+from tandem.server.api.connections import ConnectionBounds
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 ROUTE = b"GET /route HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -30,7 +30,7 @@ def query(num_bytes: int) -> bytes:
 class Port:
     """A bootstrap server at a real port."""
 
-    def __init__(self, number: int, bounds: Bounds, bodies: BodyStore) -> None:
+    def __init__(self, number: int, bounds: ConnectionBounds, bodies: BodyStore) -> None:
         self.number, self.bounds, self.bodies = number, bounds, bodies
 
     async def open(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -48,7 +48,7 @@ class Port:
 
 
 @contextlib.asynccontextmanager
-async def serving(bounds: Bounds, bodies: BodyStore) -> AsyncIterator[Port]:
+async def serving(bounds: ConnectionBounds, bodies: BodyStore) -> AsyncIterator[Port]:
     registry = BootstrapRegistry()
     registry.register(LARGE)
     app = BootstrapServer(registry, WriteGuard(None, monotonic_now), bodies=bodies).app()
@@ -71,7 +71,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 def serves(story: Callable[[Port], Awaitable[None]], *, bodies: BodyStore | None = None, **bounds: Any) -> None:
     async def main() -> None:
-        limits = Bounds(**{"head_s": LONG, "request_s": LONG, "idle_s": LONG} | bounds)
+        limits = ConnectionBounds(**{"head_s": LONG, "request_s": LONG, "idle_s": LONG} | bounds)
         async with serving(limits, bodies or BodyStore(seconds=LONG)) as port:
             await story(port)
 

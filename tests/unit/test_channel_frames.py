@@ -12,7 +12,7 @@ from tandem.server.channel import (
     BlockingChannel,
     ChannelClosed,
     ChannelFull,
-    Frames,
+    FrameDecoder,
     MalformedFrame,
     PolledChannel,
     frame,
@@ -21,8 +21,8 @@ from tandem.server.channel import (
 QUERIES = [wire.Query(number, "x" * number) for number in range(40)]
 
 
-def frames() -> Frames[wire.ApiToNode]:
-    return Frames(wire.ApiToNode, max_frame_bytes=1 << 12)
+def frames() -> FrameDecoder[wire.ApiToNode]:
+    return FrameDecoder(wire.ApiToNode, max_frame_bytes=1 << 12)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -62,7 +62,7 @@ def deep(depth: int) -> bytes:
 def test_a_field_that_nobody_knows_and_that_is_nested_deeply_is_an_error_like_any_other(depth: int) -> None:
     body = deep(depth)
     with pytest.raises(MalformedFrame, match="RecursionError"):
-        list(Frames(wire.ApiToNode).feed(len(body).to_bytes(4) + body))
+        list(FrameDecoder(wire.ApiToNode).feed(len(body).to_bytes(4) + body))
 
 
 def test_messages_before_a_malformed_one_are_taken_once() -> None:

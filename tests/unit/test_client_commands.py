@@ -14,7 +14,16 @@ import httpx
 import pytest
 
 from tandem.cli import api, bench, eval, router
-from tandem.cli.api import Choice, Chunk, ServerTrouble, base_url, chunks_of, client_options, raise_for_status, trouble
+from tandem.cli.api import (
+    Choice,
+    ServerTrouble,
+    StreamChunk,
+    base_url,
+    chunks_of,
+    client_options,
+    raise_for_status,
+    trouble,
+)
 from tandem.cli.failure import CommandFailed
 from tandem.core.router.circuit_breaker import BreakerSettings
 from tandem.core.router.routing import PolicySettings
@@ -67,7 +76,7 @@ def test_a_data_set_that_is_wrong_names_the_line(tmp_path: Path) -> None:
 
 
 def test_a_failed_request_is_neither_right_nor_unanswered() -> None:
-    problem = eval.Problem("q", Decimal(4))
+    problem = eval.MathProblem("q", Decimal(4))
     results = [eval.Result(problem, "#### 4"), eval.Result(problem, "4"), eval.Result(problem, failure="503")]
     report = eval.make_report(results, "m", 1.0)
     assert (report["correct"], report["unanswered"], report["failed"]) == (1, 1, 1)
@@ -92,8 +101,10 @@ def test_arrivals_are_a_seeded_poisson_process() -> None:
 
 
 def test_the_report_of_a_load_tells_first_token_gaps_and_rates() -> None:
-    samples = [bench.Sample(0.0, pieces=[0.1, 0.2, 0.4], ended=0.5, input_tokens=10, output_tokens=3, path="remote")]
-    samples.append(bench.Sample(0.0, failure="503: busy"))
+    samples = [
+        bench.RequestTimings(0.0, pieces=[0.1, 0.2, 0.4], ended=0.5, input_tokens=10, output_tokens=3, path="remote")
+    ]
+    samples.append(bench.RequestTimings(0.0, failure="503: busy"))
     args = argparse.Namespace(url="u", rate=None, concurrency=2, seed=0)
     report = bench.make_report(args, "m", samples, 2.0)
     assert (report["completed"], report["failed"], report["failures"]) == (1, 1, {"503: busy": 1})
@@ -107,7 +118,7 @@ def test_the_report_of_a_load_tells_first_token_gaps_and_rates() -> None:
 
 def test_a_stream_is_read_up_to_done_and_its_errors_are_told() -> None:
     lines = ['data: {"choices": [{"text": "a"}]}', "", ": comment", "data:[DONE]", 'data: {"choices": []}']
-    assert list(chunks_of(iter(lines))) == [Chunk(choices=[Choice(text="a")])]
+    assert list(chunks_of(iter(lines))) == [StreamChunk(choices=[Choice(text="a")])]
     with pytest.raises(ServerTrouble, match="broke off"):
         list(chunks_of(iter(['data: {"choices": []}'])))
     with pytest.raises(ServerTrouble, match="deadline_exceeded: no token"):

@@ -9,7 +9,7 @@ from tandem.core.commands import FailRequest
 from tandem.core.request import Request
 from tandem.core.values import SECOND, Cause, Nanos, RequestId, Room
 from tandem.server.api.edge_record import EDGE, EdgeRing, restored, snapshot
-from tandem.server.api.live_requests import Arrival, LiveRequests, Placed
+from tandem.server.api.live_requests import IncomingRequest, LiveRequests, Placed
 from tandem.server.channel import frame
 from tandem.server.record_file import BrokenRecord, StepRaised, head_of
 
@@ -29,7 +29,7 @@ class Edge:
     def submit(self, name: str = "") -> Placed:
         number = self.requests.next_id()
         request = Request(number, "rid", 20, (bytes(16),), 5, Nanos(60 * SECOND), room=Room(number))
-        placed = self.requests.submit([Arrival(request, (name,) if name else ())], self.now)
+        placed = self.requests.submit([IncomingRequest(request, (name,) if name else ())], self.now)
         assert isinstance(placed, Placed)
         return placed
 
@@ -46,7 +46,7 @@ class Edge:
         requests.stop(RequestId(2), self.now)
         requests.abort_named("mine", self.now)
         requests.withdraw(second.client, [0], Cause.QUEUE_FULL, "full")
-        requests.submit([Arrival(Request(RequestId(7), "r", 1, (), 1, Nanos(1)), ("other",))], self.now)
+        requests.submit([IncomingRequest(Request(RequestId(7), "r", 1, (), 1, Nanos(1)), ("other",))], self.now)
         requests.ended(FailRequest(RequestId(1), Cause.ABORTED, "window"), self.now)
         requests.lose("its process ended", 1)
         requests.drain()

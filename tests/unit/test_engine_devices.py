@@ -162,7 +162,7 @@ def shards_of_stages(number, at):
     noted(process_group, "greet")
     noted(process_group.ProcessPipeline, "greet")
     rank = all_ranks(2, 2)[number]
-    peers = process_group.Peers(rank, **at)
+    peers = process_group.ReplicaGroup(rank, **at)
     value = float(rank.tp_rank)
     if rank.pp_rank > 0:
         value = float(peers.pipeline.receive_hidden(2, 3, torch.float32)[1, 2])

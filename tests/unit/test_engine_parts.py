@@ -14,7 +14,7 @@ from tandem.engine.layers.activation import silu
 from tandem.engine.layers.rotary import BLOCK_POSITIONS, RotaryTable, inverse_frequencies
 from tandem.engine.rope_config import RopeConfig
 from tandem.engine.rows import TILE_ROWS, tile_places
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 from tandem.pagehash import prompt_hashes
 from tandem.sampling import Payload, SamplingParams
 
@@ -122,9 +122,9 @@ def test_an_aligned_span_fills_its_tiles_in_order() -> None:
     assert num_rows == 48
 
 
-def sequence_of(prompt: list[int], **params: float) -> Sequence:
+def sequence_of(prompt: list[int], **params: float) -> EngineSequence:
     payload = Payload(1, array("i", prompt).tobytes(), SamplingParams(**params), ROOT)
-    return Sequence.of(payload, page_size=4)
+    return EngineSequence.of(payload, page_size=4)
 
 
 def test_tokens_that_are_sampled_anew_have_new_hashes() -> None:

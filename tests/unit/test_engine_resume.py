@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from tandem.engine.sampler import Draw, sample
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 from tandem.sampling import Payload, SamplingParams
 
 PROMPT, SAID, LATER = [1, 1, 7], [5, 6, 5, 7], [6, 8]
@@ -31,10 +31,10 @@ class Followed:
         return b"\xff" * 4
 
 
-def sequence_of(tokens: list[int], num_said: int) -> tuple[Sequence, Followed]:
+def sequence_of(tokens: list[int], num_said: int) -> tuple[EngineSequence, Followed]:
     matcher = Followed()
     payload = Payload(1, array("i", tokens).tobytes(), PARAMS, bytes(32), num_said=num_said)
-    return Sequence.of(payload, page_size=4, matcher=matcher), matcher  # type: ignore[arg-type]  # a fake one
+    return EngineSequence.of(payload, page_size=4, matcher=matcher), matcher  # type: ignore[arg-type]  # a fake one
 
 
 def test_counts_grammar_and_positions_begin_with_what_was_said() -> None:

@@ -10,7 +10,7 @@ from tandem.config import ServerConfig, violations
 from tandem.core.values import Incarnation
 from tandem.membership import ClusterSecret
 from tandem.server import wire
-from tandem.server.channel import BlockingChannel, ChannelKeys, Frames, MalformedFrame, PolledChannel
+from tandem.server.channel import BlockingChannel, ChannelKeys, FrameDecoder, MalformedFrame, PolledChannel
 from tandem.server.frames import HEAD_BYTES
 from tandem.server.hosts.agreement import Roster
 from tandem.server.hosts.messages import Beat, Here, Join, Refused, ToFollower, ToLeader, Welcome
@@ -102,7 +102,7 @@ def test_a_workers_channel_takes_no_frame_that_was_changed_repeated_or_made_else
     clear = b"\x00\x00\x00\x0b\x81\xa4type\xa4Echo"
     for wrong in (changed, said + said, clear):
         with pytest.raises(MalformedFrame):
-            list(Frames[wire.WorkerToNode](wire.WorkerToNode, key=node_keys.opening).feed(wrong))
+            list(FrameDecoder[wire.WorkerToNode](wire.WorkerToNode, key=node_keys.opening).feed(wrong))
 
 
 # --- who joins -------------------------------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ from tandem.core.values import Incarnation, Nanos, PageHash, RequestId
 from tandem.kv_events_config import KvEventsConfig, at_rank, complaint, read, shifted
 from tandem.sampling import Payload, SamplingParams
 from tandem.server.node import kv_publisher
-from tandem.server.node.kv_events import Announced, CannotPublish, KvEvents, block_hash, encode
+from tandem.server.node.kv_events import CannotPublish, KvAnnouncement, KvEvents, block_hash, encode
 from tandem.server.node.kv_publisher import KvPublisher
 
 HASHES = tuple(PageHash(bytes([index]) * 16) for index in range(1, 5))
-STORED = Announced(AnnounceStored(RequestId(1), 0, None, HASHES[:2]), array("i", range(4)).tobytes())
-REMOVED = Announced(AnnounceRemoved(HASHES[1:2]))
-CLEARED = Announced(AnnounceCleared())
+STORED = KvAnnouncement(AnnounceStored(RequestId(1), 0, None, HASHES[:2]), array("i", range(4)).tobytes())
+REMOVED = KvAnnouncement(AnnounceRemoved(HASHES[1:2]))
+CLEARED = KvAnnouncement(AnnounceCleared())
 NOBODY = Incarnation("server", "1")
 
 
@@ -213,9 +213,9 @@ def test_a_publisher_may_connect_to_an_index_that_waits_for_it() -> None:
 
 class Sent:
     def __init__(self) -> None:
-        self.announced: list[Announced] = []
+        self.announced: list[KvAnnouncement] = []
 
-    def publish(self, announced: list[Announced]) -> None:
+    def publish(self, announced: list[KvAnnouncement]) -> None:
         self.announced += announced
 
     def close(self) -> None:

@@ -16,13 +16,13 @@ from tandem.server.api.live_requests import (
     SILENCE_GRACE_NS,
     SWEEP_NS,
     Action,
-    Arrival,
-    Cut,
+    CloseConnection,
     Declined,
-    End,
+    EndRequest,
+    IncomingRequest,
     LiveRequests,
     Placed,
-    Tell,
+    TellNode,
 )
 
 STALL_NS = 5 * SECOND
@@ -39,15 +39,15 @@ def server(num_ranks: int = 1, method: LoadBalanceMethod = LoadBalanceMethod.ROU
 
 def arrival(
     requests: LiveRequests, *, seconds: float = 60, room: int | None = None, name: str = "", is_decode: bool = False
-) -> Arrival:
+) -> IncomingRequest:
     peer = Address("p", 1) if is_decode else None
     timeout_ns = Nanos(int(seconds * SECOND))
     paired = None if room is None else Room(room)
     request = Request(requests.next_id(), name, 3, (), 8, timeout_ns, room=paired, peer=peer)
-    return Arrival(request, (name,) if name else ())
+    return IncomingRequest(request, (name,) if name else ())
 
 
-def submitted(requests: LiveRequests, *arrivals: Arrival, now: int = START) -> Placed:
+def submitted(requests: LiveRequests, *arrivals: IncomingRequest, now: int = START) -> Placed:
     placed = requests.submit(arrivals or [arrival(requests)], Nanos(now))
     assert isinstance(placed, Placed)
     return placed
@@ -68,12 +68,12 @@ def woken(requests: LiveRequests, until: int) -> tuple[list[Action], int]:
 
 
 def ends(actions: list[Action]) -> list[FinishRequest | FailRequest]:
-    return [action.terminal for action in actions if isinstance(action, End)]
+    return [action.terminal for action in actions if isinstance(action, EndRequest)]
 
 
 def silent(number: int) -> list[Action]:
     failure = FailRequest(RequestId(number), Cause.DEADLINE_EXCEEDED, "node", "the node kept silent")
-    return [Tell(0, AbortRequested(RequestId(number), Cause.DEADLINE_EXCEEDED)), End(failure)]
+    return [TellNode(0, AbortRequested(RequestId(number), Cause.DEADLINE_EXCEEDED)), EndRequest(failure)]
 
 
 def test_a_node_that_says_nothing_has_until_the_deadline_and_half_a_second() -> None:
@@ -113,7 +113,7 @@ def test_a_request_that_streams_is_not_looked_at_only_at_its_deadline() -> None:
 def test_whoever_was_told_to_end_has_the_stall_timeout_or_less_whatever_comes(seconds: float) -> None:
     requests = server()
     submitted(requests, arrival(requests, seconds=seconds))
-    assert requests.abort(RequestId(1), START) == [Tell(0, AbortRequested(RequestId(1)))]
+    assert requests.abort(RequestId(1), START) == [TellNode(0, AbortRequested(RequestId(1)))]
     assert requests.abort(RequestId(1), START) == [], "once"
     assert requests.stop(RequestId(1), START) == []
     now = Nanos(START + SECOND // 2)
@@ -128,8 +128,8 @@ def test_a_client_that_takes_nothing_is_cut_off_and_its_requests_are_aborted() -
     placed = submitted(requests, arrival(requests), arrival(requests))
     requests.blocked(placed.client, START)
     actions, at = woken(requests, START + 2 * STALL_NS)
-    aborts = [Tell(0, AbortRequested(RequestId(number))) for number in (1, 2)]
-    assert (actions, at) == ([Cut(placed.client), *aborts], START + STALL_NS)
+    aborts = [TellNode(0, AbortRequested(RequestId(number))) for number in (1, 2)]
+    assert (actions, at) == ([CloseConnection(placed.client), *aborts], START + STALL_NS)
     assert requests.num_live == 2, "their nodes have the last word"
 
 
@@ -147,7 +147,7 @@ def test_a_lost_rank_ends_its_requests_and_another_one_speaks_for_their_rooms() 
     by_room = {live.request.room: live.request for live in requests._live.values()}
     actions = requests.lose("killed", 0)
     refused = RequestRefused(by_room[Room(4)], Cause.WORKER_LOST, "killed")
-    assert actions[:2] == [Tell(1, refused), AnnounceDpRank(Room(4), 1)]
+    assert actions[:2] == [TellNode(1, refused), AnnounceDpRank(Room(4), 1)]
     assert [(end.request, getattr(end, "cause", None)) for end in ends(actions)] == [
         (1, Cause.WORKER_LOST),
         (3, Cause.WORKER_LOST),
@@ -168,7 +168,7 @@ def test_who_is_declined_leaves_nobody_waiting_and_takes_no_turn() -> None:
     assert isinstance(outcome, Declined)
     assert outcome.failure.code is Cause.DRAINING
     told, announced = outcome.actions
-    assert isinstance(told, Tell)
+    assert isinstance(told, TellNode)
     assert isinstance(told.event, RequestRefused)
     assert told.event.cause is Cause.DRAINING
     assert announced == AnnounceDpRank(Room(9), told.dp_rank)
@@ -183,7 +183,7 @@ def test_a_rank_that_never_will_be_is_the_user_s_mistake_and_one_that_is_gone_is
 ) -> None:
     requests = server(2)
     requests.lose("killed", 1)
-    outcome = requests.submit([Arrival(arrival(requests).request, (), routed)], START)
+    outcome = requests.submit([IncomingRequest(arrival(requests).request, (), routed)], START)
     assert isinstance(outcome, Declined)
     assert outcome.failure.code is code
 
@@ -194,7 +194,7 @@ def test_a_name_is_in_use_until_its_request_has_ended() -> None:
     outcome = requests.submit([arrival(requests, name="mine")], START)
     assert isinstance(outcome, Declined)
     assert outcome.failure.code is Problem.DUPLICATE_RID
-    assert requests.abort_named("mine", START) == [Tell(0, AbortRequested(RequestId(1)))]
+    assert requests.abort_named("mine", START) == [TellNode(0, AbortRequested(RequestId(1)))]
     requests.ended(finished(1), START)
     submitted(requests, arrival(requests, name="mine"))
 
@@ -203,7 +203,7 @@ def test_what_one_node_cannot_take_is_taken_back_from_the_others() -> None:
     requests = server(2)
     placed = submitted(requests, arrival(requests, room=4), arrival(requests, room=5))
     actions = requests.withdraw(placed.client, [placed.ranks[0]], Cause.QUEUE_FULL, "full")
-    assert actions[0] == Tell(placed.ranks[0], AbortRequested(RequestId(1)))
+    assert actions[0] == TellNode(placed.ranks[0], AbortRequested(RequestId(1)))
     assert [action.room for action in actions if isinstance(action, AnnounceDpRank)] == [4, 5]
     assert (requests.num_live, ends(actions), requests._clients, requests._named) == (0, [], {}, {})
 
@@ -211,7 +211,7 @@ def test_what_one_node_cannot_take_is_taken_back_from_the_others() -> None:
 def test_a_stop_string_ends_a_request_once() -> None:
     requests = server()
     submitted(requests)
-    assert requests.stop(RequestId(1), START) == [Tell(0, StopMatched(RequestId(1)))]
+    assert requests.stop(RequestId(1), START) == [TellNode(0, StopMatched(RequestId(1)))]
     assert requests.abort(RequestId(1), START) == []
     assert ends(requests.ended(finished(1), START)) == [finished(1)]
 
@@ -313,7 +313,7 @@ def test_a_router_that_tries_again_ends_what_it_has_tried_before_and_nobody_else
         requests.submit([structs.replace(arrival(requests, name="mine"), request_id="b")], START), Declined
     )
     again = submitted(requests, structs.replace(arrival(requests, name="mine"), request_id="a"))
-    assert again.actions == (Tell(0, AbortRequested(RequestId(1))),)
+    assert again.actions == (TellNode(0, AbortRequested(RequestId(1))),)
     assert requests.submit([arrival(requests, name="mine")], START) != again
     once_more = submitted(requests, structs.replace(arrival(requests, name="mine"), request_id="a"))
-    assert once_more.actions == (Tell(0, AbortRequested(RequestId(3))),)
+    assert once_more.actions == (TellNode(0, AbortRequested(RequestId(3))),)

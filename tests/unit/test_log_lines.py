@@ -22,7 +22,7 @@ from tandem.server.logs import (
     BatchLog,
     JsonFormatter,
     LineFormatter,
-    Load,
+    LoadFigures,
     PrefillFigures,
     batch_number,
     decode_line,
@@ -30,7 +30,7 @@ from tandem.server.logs import (
     prefill_line,
 )
 
-LOAD = Load(token_usage=0.25, used_tokens=400, running=3, queued=2)
+LOAD = LoadFigures(token_usage=0.25, used_tokens=400, running=3, queued=2)
 
 
 class World:

@@ -37,7 +37,7 @@ from tandem.server.node import driver, process
 from tandem.server.node.dispatch import NoSiblings
 from tandem.server.node.driver import Inbox, drive
 from tandem.server.node.injection import FailedTransfers
-from tandem.server.node.local_peer import LocalPeerLost, Poller
+from tandem.server.node.local_peer import LocalPeerLost, SelectorPoller
 from tandem.server.node.peers import Peers
 from tandem.server.processes import ServerFailure
 
@@ -86,7 +86,7 @@ class Server:
             BlockingChannel(worker, wire.NodeToWorker) for _, worker in pairs
         ]
         self.worker = self.workers[0]
-        poller, clock = Poller(), Clock()
+        poller, clock = SelectorPoller(), Clock()
         self.inbox = Inbox(
             poller=poller,
             api=PolledChannel(node_api, wire.ApiToNode),

@@ -9,7 +9,7 @@ from tandem.core.events import PagesCopied, PagesFound
 from tandem.core.values import PageId, ShardId
 from tandem.host_memory import HostMemory
 from tandem.page_files import DiskFolder, PageFiles, namespace_of
-from tandem.page_storage import MAX_WAITING, Lane, StorageAnswer, perform
+from tandem.page_storage import MAX_WAITING, StorageAnswer, StorageLane, perform
 
 A, B, C = (bytes([letter]) * 16 for letter in b"abc")
 PAGES = tuple(map(PageId, range(3)))
@@ -93,7 +93,7 @@ def test_what_has_waited_too_long_or_finds_no_room_is_answered_with_nothing() ->
         assert isinstance(command, LookUpPages)
         return PagesFound(command.number, SHARD, 1)
 
-    lane = Lane(act, answers.append, shard=SHARD, timeout_seconds=5, now=lambda: time[0])
+    lane = StorageLane(act, answers.append, shard=SHARD, timeout_seconds=5, now=lambda: time[0])
     for number in range(MAX_WAITING + 1):
         lane.put(LookUpPages(number, (A,)))
     assert answers == [PagesFound(MAX_WAITING, SHARD, 0, "storage: too much is waiting")]

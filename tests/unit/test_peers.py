@@ -17,8 +17,8 @@ from tandem.core.kv_parts import KvGrid
 from tandem.core.values import SECOND, Address, Cause, Cut, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
 from tandem.server.node import listener
-from tandem.server.node.driver import Poller
 from tandem.server.node.links import MAX_PING_NS, Heartbeat, Limits
+from tandem.server.node.local_peer import SelectorPoller
 from tandem.server.node.peers import Peers
 from tandem.server.node.session import CONTROL_PROTOCOL, Session
 from tandem.server.wire import DataEndpoint, ReplicaInfo
@@ -42,7 +42,7 @@ class Side:
     events: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reached: list[tuple[Incarnation, Cut, tuple[DataEndpoint, ...]]] = field(default_factory=list)
-    poller: Poller = field(default_factory=Poller)
+    poller: SelectorPoller = field(default_factory=SelectorPoller)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     secret: ClusterSecret = SECRET
     shards: tuple[DataEndpoint, ...] = (DATA,)
@@ -494,7 +494,7 @@ def test_without_a_file_descriptor_the_oldest_that_proves_nothing_gives_way_and_
         listening._accept(0)
         assert is_closed(first)
         assert listening.resume_at is None
-        monkeypatch.setattr(listening.poller, "unwatch", lambda sock: Poller.unwatch(listening.poller, real))
+        monkeypatch.setattr(listening.poller, "unwatch", lambda sock: SelectorPoller.unwatch(listening.poller, real))
         for _ in range(Limits().unidentified):
             if listening.resume_at is None:
                 listening._accept(0)

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.server.api import response_store
 from tandem.server.api.errors import Problem, Refusal
-from tandem.server.api.response_store import Conversation, ResponseStore
+from tandem.server.api.response_store import PendingResponse, ResponseStore
 from tandem.server.router.finished_response import LastEvent
 
 
@@ -22,7 +22,7 @@ def document(id: str, text: str = "x", **fields: Any) -> bytes:
 
 
 def add(it: ResponseStore, id: str, *, after: str | None = None, owner: str = "a", given: str = "x") -> None:
-    conversation = Conversation(it, owner)
+    conversation = PendingResponse(it, owner)
     conversation.begin(after, given, None)
     conversation.keep(document(id))
 
@@ -36,7 +36,7 @@ def is_kept(it: ResponseStore, id: str, owner: str = "a") -> bool:
 
 
 def texts_before(it: ResponseStore, id: str, owner: str = "a") -> list[str]:
-    items = msgspec.json.decode(Conversation(it, owner).begin(id, "next", None))
+    items = msgspec.json.decode(PendingResponse(it, owner).begin(id, "next", None))
     return [item["text"] if "text" in item else item["content"][0]["text"] for item in items]
 
 
@@ -79,7 +79,7 @@ def test_a_conversation_is_no_longer_than_a_body_may_be(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("output", [{}, "x", [7], [{"type": "message"}]])
 def test_an_answer_whose_items_have_no_ids_is_not_kept(output: object) -> None:
     it = store()
-    conversation = Conversation(it, "a")
+    conversation = PendingResponse(it, "a")
     conversation.begin(None, "x", None)
     with pytest.raises(msgspec.ValidationError):
         conversation.keep(document("1", output=output))
@@ -132,7 +132,7 @@ def test_a_turn_lives_as_long_as_one_that_follows_it() -> None:
 def test_what_is_gone_on_from_meanwhile_does_not_lose_its_beginning() -> None:
     it = store()
     add(it, "1", given="first")
-    under_way = Conversation(it, "a")
+    under_way = PendingResponse(it, "a")
     under_way.begin("1", "second", None)
     it.delete("a", "1")
     under_way.keep(document("2"))
@@ -144,7 +144,7 @@ def test_what_is_gone_on_from_meanwhile_does_not_lose_its_beginning() -> None:
 @pytest.mark.parametrize("fields", [{"store": False}, {"status": "failed"}, {"status": "in_progress"}])
 def test_what_has_failed_or_shall_not_be_is_not_kept(fields: dict[str, Any]) -> None:
     it = store()
-    conversation = Conversation(it, "a")
+    conversation = PendingResponse(it, "a")
     conversation.begin(None, "x", None)
     conversation.keep(document("1", **fields))
     assert not is_kept(it, "1")
@@ -152,7 +152,7 @@ def test_what_has_failed_or_shall_not_be_is_not_kept(fields: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("given", [None, 7, {}, [7], ["x"], ""])
 def test_an_input_that_is_none_is_left_to_who_reads_it(given: object) -> None:
-    assert Conversation(store(), "a").begin(None, given, None) == b"[]"
+    assert PendingResponse(store(), "a").begin(None, given, None) == b"[]"
 
 
 EVENTS = (

@@ -18,7 +18,7 @@ from tandem.core.values import SECOND, Cause, Incarnation, Nanos, RequestId
 from tandem.server import fault_records
 from tandem.server.fault_records import FaultRecords
 from tandem.server.node.flight import Frame, Head, given, recorded, replay
-from tandem.server.node.last_steps import LastSteps
+from tandem.server.node.last_steps import NodeLastSteps
 from tandem.server.node.ring import NodeRing
 from tandem.server.record_file import StepRaised
 from tandem.server.ring import PACK_EVERY, SNAPSHOTS, Ring
@@ -32,7 +32,7 @@ class Served:
 
     def __init__(self, folder: Path, *, segment_bytes: int = 1 << 20) -> None:
         self.node = EngineNode(SETTINGS)
-        self.kept = LastSteps(folder, SETTINGS, self.node)
+        self.kept = NodeLastSteps(folder, SETTINGS, self.node)
         self.ring = NodeRing(SETTINGS, self.node.snapshot, segment_bytes=segment_bytes)
         self.now = Nanos(SECOND)
         self.steps = 0

@@ -34,7 +34,7 @@ from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, Wo
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.server.channel import frame
-from tandem.server.router.last_steps import LastSteps
+from tandem.server.router.last_steps import RouterLastSteps
 from tandem.server.router.record import ROUTER, Draws
 
 P, D = Side.PREFILL, Side.DECODE
@@ -54,7 +54,7 @@ class World:
         told = RouterSettings(prefill_policy=named, decode_policy=named)
         first = [worker(0, Role.PREFILL), worker(1, Role.DECODE)]
         self.router = Router(first, draw=draws, settings=told, now=Nanos(0))
-        self.kept = LastSteps(self.router, draws, folder, settings=told)
+        self.kept = RouterLastSteps(self.router, draws, folder, settings=told)
         self.now = 0
         self.ended: list[RequestId] = []
         self.sent: dict[RequestId, DispatchPair] = {}

@@ -26,7 +26,7 @@ from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.server.channel import frame
 from tandem.server.record_file import StepRaised
-from tandem.server.router.last_steps import LastSteps
+from tandem.server.router.last_steps import RouterLastSteps
 from tandem.server.router.record import ROUTER, Draws
 
 WORDS = "a prompt that a worker quotes"
@@ -43,7 +43,7 @@ class Routed:
         draws, rooms = Draws(lambda: next(rooms)), count(1000)
         settings = RouterSettings(prefill_policy=PolicySettings(policy), decode_policy=PolicySettings(policy))
         self.router = Router(WORKERS, draw=draws, settings=settings, now=Nanos(0))
-        self.kept = LastSteps(self.router, draws, folder, settings=settings)
+        self.kept = RouterLastSteps(self.router, draws, folder, settings=settings)
         self.now = 0
         self.tell()
 
@@ -139,7 +139,7 @@ def test_a_step_that_raises_is_on_record_and_the_router_goes_on(tmp_path: Path) 
 def test_a_router_that_keeps_nothing_decides_the_same(tmp_path: Path) -> None:
     draws = Draws(lambda: 5)
     router = Router(WORKERS, draw=draws, settings=RouterSettings(), now=Nanos(0))
-    kept = LastSteps(router, draws, None, settings=RouterSettings())
+    kept = RouterLastSteps(router, draws, None, settings=RouterSettings())
     assert kept.ring is None
     assert len(kept.step((), Nanos(1)).commands) == len(WORKERS)
     kept.write_last("nothing happens")

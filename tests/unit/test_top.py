@@ -104,7 +104,7 @@ def test_who_answers_otherwise_is_named_in_one_line(loads: object) -> None:
 
 
 def test_what_a_server_calls_itself_is_not_obeyed_by_the_terminal() -> None:
-    row = top.Row("http://a\x1b]0;owned\x07b", "de\x1b[2Jcode", "0", trouble="x\x9b1m")
+    row = top.RankRow("http://a\x1b]0;owned\x07b", "de\x1b[2Jcode", "0", trouble="x\x9b1m")
     shown = "\n".join(top.table([row]))
     assert "\x1b" not in shown
     assert "\x9b" not in shown

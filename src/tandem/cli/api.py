@@ -57,7 +57,7 @@ class Usage(Struct):
     completion_tokens: int | None = None
 
 
-class Chunk(Struct):
+class StreamChunk(Struct):
     """One event of a stream, as far as it is of use here. Servers may add what they like."""
 
     choices: list[Choice] | None = None
@@ -65,12 +65,12 @@ class Chunk(Struct):
     error: Any = None  # whatever the dialect
 
 
-class Model(Struct):
+class ListedModel(Struct):
     id: str
 
 
-class Models(Struct):
-    data: list[Model]
+class ListedModels(Struct):
+    data: list[ListedModel]
 
 
 def read_answer(body: bytes | str, kind: type[Document]) -> Document:
@@ -171,7 +171,7 @@ def find_model(args: argparse.Namespace) -> str:
             raise trouble(error, args.url) from None
     raise_for_status(response.status_code, response.content)
     try:
-        return read_answer(response.content, Models).data[0].id
+        return read_answer(response.content, ListedModels).data[0].id
     except (ServerTrouble, IndexError):
         raise ServerTrouble(f"{args.url} lists no model; name one with --model") from None
 
@@ -190,7 +190,7 @@ def raise_for_status(status: int, body: bytes) -> None:
         raise ServerTrouble(f"{status}: {_message(body)}")
 
 
-def chunks_of(lines: Iterator[str]) -> Iterator[Chunk]:
+def chunks_of(lines: Iterator[str]) -> Iterator[StreamChunk]:
     """The events of an event stream up to `[DONE]`. Raises ServerTrouble for an error event or a torn stream.
 
     Reads to the end of the body, after which the connection can be used again: closing it earlier looks like leaving.
@@ -205,7 +205,7 @@ def chunks_of(lines: Iterator[str]) -> Iterator[Chunk]:
         raise ServerTrouble("the stream broke off")
 
 
-async def achunks_of(lines: AsyncIterator[str]) -> AsyncIterator[Chunk]:
+async def achunks_of(lines: AsyncIterator[str]) -> AsyncIterator[StreamChunk]:
     """The same for asyncio."""
     is_done = False
     async for line in lines:
@@ -217,7 +217,7 @@ async def achunks_of(lines: AsyncIterator[str]) -> AsyncIterator[Chunk]:
         raise ServerTrouble("the stream broke off")
 
 
-class Progress:
+class ProgressLine:
     """One line on stderr that tells how far things are."""
 
     def __init__(self, total: int) -> None:
@@ -240,8 +240,8 @@ def _data(line: str) -> str:
     return line.removeprefix("data:").strip() if line.startswith("data:") else ""
 
 
-def _chunk(data: str) -> Chunk:
-    chunk = read_answer(data, Chunk)
+def _chunk(data: str) -> StreamChunk:
+    chunk = read_answer(data, StreamChunk)
     if chunk.error:
         raise ServerTrouble(_message(data.encode()))
     return chunk

@@ -24,7 +24,7 @@ import httpx
 from msgspec import Struct
 
 from tandem.cli.api import (
-    Progress,
+    ProgressLine,
     ServerTrouble,
     achunks_of,
     add_server_arguments,
@@ -57,7 +57,7 @@ class Tokens(Struct):
 
 
 @dataclass(slots=True)
-class Sample:
+class RequestTimings:
     """One request, times in seconds of the monotonic clock."""
 
     sent: float
@@ -100,19 +100,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def measure(args: argparse.Namespace, model: str) -> tuple[list[Sample], float]:
+async def measure(args: argparse.Namespace, model: str) -> tuple[list[RequestTimings], float]:
     """All samples, and the seconds from the first request to the last answer."""
     async with httpx.AsyncClient(**client_options(args), transport=PooledTransport()) as client:
         rng = random.Random(args.seed)
         words_per_token = await learn_words_per_token(client, model)
         prompts = [make_prompt(rng, args.input_len, words_per_token) for _ in range(args.warmup + args.num_prompts)]
-        load = Load(client, args, model)
+        load = LoadGenerator(client, args, model)
         for prompt in prompts[: args.warmup]:
             await load.send(prompt)
         if args.warmup and all(sample.failure for sample in load.samples):
             raise ServerTrouble(load.samples[0].failure)
         load.samples.clear()
-        load.progress = Progress(args.num_prompts)
+        load.progress = ProgressLine(args.num_prompts)
         began = time.monotonic()
         if args.rate is None:
             await closed_loop(load, prompts[args.warmup :], args.concurrency)
@@ -121,18 +121,18 @@ async def measure(args: argparse.Namespace, model: str) -> tuple[list[Sample], f
         return load.samples, time.monotonic() - began
 
 
-class Load:
+class LoadGenerator:
     """Sends requests and keeps their samples."""
 
     def __init__(self, client: httpx.AsyncClient, args: argparse.Namespace, model: str) -> None:
         self._client = client
         self._args = args
         self._model = model
-        self.samples: list[Sample] = []
-        self.progress: Progress | None = None
+        self.samples: list[RequestTimings] = []
+        self.progress: ProgressLine | None = None
 
     async def send(self, prompt: str) -> None:
-        sample = Sample(sent=time.monotonic())
+        sample = RequestTimings(sent=time.monotonic())
         try:
             await self._stream(prompt, sample)
         except httpx.HTTPError as error:
@@ -145,7 +145,7 @@ class Load:
             failed = sum(bool(sample.failure) for sample in self.samples)
             self.progress.show(len(self.samples), f"answered, {failed} failed")
 
-    async def _stream(self, prompt: str, sample: Sample) -> None:
+    async def _stream(self, prompt: str, sample: RequestTimings) -> None:
         async with self._client.stream("POST", PATHS[self._args.endpoint], json=self._body(prompt)) as response:
             if not response.is_success:
                 raise_for_status(response.status_code, await response.aread())
@@ -171,7 +171,7 @@ class Load:
         }
 
 
-async def closed_loop(load: Load, prompts: list[str], concurrency: int) -> None:
+async def closed_loop(load: LoadGenerator, prompts: list[str], concurrency: int) -> None:
     waiting = iter(prompts)
 
     async def client() -> None:
@@ -181,7 +181,7 @@ async def closed_loop(load: Load, prompts: list[str], concurrency: int) -> None:
     await asyncio.gather(*(client() for _ in range(min(concurrency, len(prompts)))))
 
 
-async def open_loop(load: Load, prompts: list[str], times: list[float]) -> None:
+async def open_loop(load: LoadGenerator, prompts: list[str], times: list[float]) -> None:
     began = time.monotonic()
 
     async def at(seconds: float, prompt: str) -> None:
@@ -216,7 +216,7 @@ def make_prompt(rng: random.Random, tokens: int, words_per_token: float) -> str:
     return " ".join(rng.choices(WORDS, k=max(1, round(tokens * words_per_token))))
 
 
-def make_report(args: argparse.Namespace, model: str, samples: list[Sample], seconds: float) -> dict[str, Any]:
+def make_report(args: argparse.Namespace, model: str, samples: list[RequestTimings], seconds: float) -> dict[str, Any]:
     good = [sample for sample in samples if not sample.failure and sample.pieces]
     gaps = [b - a for sample in good for a, b in itertools.pairwise(sample.pieces)]
     per_token = [(s.ended - s.pieces[0]) / (s.output_tokens - 1) for s in good if s.output_tokens > 1]

@@ -20,7 +20,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from tandem.cli.api import ServerTrouble
-from tandem.cli.conversation import Conversation, Reply
+from tandem.cli.conversation import Conversation, ReplyStats
 from tandem.cli.main import hint
 from tandem.cli.model_source import BUNDLED
 from tandem.cli.plain_text import PlainText, plain
@@ -162,7 +162,7 @@ def is_command(text: str) -> bool:
     return word.startswith("/") and word[1:].isalpha()
 
 
-def how_it_went(reply: Reply) -> str:
+def how_it_went(reply: ReplyStats) -> str:
     """In words, for who waits for it."""
     if reply.first_s is None:
         return "stopped before it began; Ctrl+C again leaves" if reply.was_stopped else "an empty answer"

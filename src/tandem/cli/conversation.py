@@ -8,11 +8,11 @@ from typing import Any  # messages as the API wants them
 
 import httpx
 
-from tandem.cli.api import Chunk, ServerTrouble, chunks_of, raise_for_status, trouble
+from tandem.cli.api import ServerTrouble, StreamChunk, chunks_of, raise_for_status, trouble
 
 
 @dataclass(slots=True)
-class Reply:
+class ReplyStats:
     """How an answer came. Times in seconds from the request on."""
 
     pieces: int = 0
@@ -48,13 +48,13 @@ class Conversation:
 
     def ask(
         self, question: str, show: Callable[[str], None], show_thought: Callable[[str], None] = lambda piece: None
-    ) -> Reply:
+    ) -> ReplyStats:
         """Stream the answer into `show`, what the model thinks before it into `show_thought`.
 
         KeyboardInterrupt ends it early. Raises ServerTrouble; then the conversation is what it was.
         """
         self.messages.append({"role": "user", "content": question})
-        reply, said, began = Reply(), list[str](), time.monotonic()
+        reply, said, began = ReplyStats(), list[str](), time.monotonic()
         try:
             for chunk in self._chunks(reply):
                 if chunk.usage is not None:
@@ -75,7 +75,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(said)})
         return reply
 
-    def _chunks(self, reply: Reply) -> Iterator[Chunk]:
+    def _chunks(self, reply: ReplyStats) -> Iterator[StreamChunk]:
         body: dict[str, Any] = {"model": self.model, "messages": self.messages, "stream": True}
         body |= {"max_tokens": self._args.max_tokens, "stream_options": {"include_usage": True}}
         if self._args.temperature is not None:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """What one server said. Times in milliseconds."""
 
     text: str = ""
@@ -89,10 +89,10 @@ def chat_prompt(server: Member, prompt: str) -> list[int]:
     return tokens
 
 
-def ask(server: Member, tokens: list[int], screen: Screen) -> Answer:
+def ask(server: Member, tokens: list[int], screen: Screen) -> TimedAnswer:
     """Stream one greedy answer. Raises CommandFailed."""
     began = time.monotonic()
-    answer = Answer()
+    answer = TimedAnswer()
     body = {
         "input_ids": tokens,
         "stream": True,
@@ -129,7 +129,7 @@ def events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def report(first: Answer, second: Answer) -> dict[str, Any]:
+def report(first: TimedAnswer, second: TimedAnswer) -> dict[str, Any]:
     return {
         "path": first.meta["path"],
         "kv_bytes": first.meta["kv_bytes"],

@@ -18,9 +18,9 @@ import httpx
 from msgspec import Struct
 
 from tandem.cli.api import (
-    Chunk,
-    Progress,
+    ProgressLine,
     ServerTrouble,
+    StreamChunk,
     add_server_arguments,
     client_options,
     find_model,
@@ -36,13 +36,13 @@ FINAL = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
 SHOWN = 5  # wrong answers and failures that are printed
 
 
-class Problem(Struct, frozen=True):
+class MathProblem(Struct, frozen=True):
     question: str
     answer: Decimal
 
 
 class Result(Struct, frozen=True):
-    problem: Problem
+    problem: MathProblem
     text: str = ""
     failure: str = ""  # why there is no answer
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_problems(path: str | None) -> list[Problem]:
+def read_problems(path: str | None) -> list[MathProblem]:
     """At least one. Raises CommandFailed with the line that is wrong."""
     file = Path(path) if path is not None else resources.files("tandem").joinpath("bundled/mini/heldout.jsonl")
     try:
@@ -95,7 +95,7 @@ def read_problems(path: str | None) -> list[Problem]:
     return [_read_problem(line, f"{file}:{number}") for number, line in lines]
 
 
-def _read_problem(line: str, place: str) -> Problem:
+def _read_problem(line: str, place: str) -> MathProblem:
     try:
         row = json.loads(line)
         question, answer = str(row["question"]), str(row["answer"])
@@ -105,7 +105,7 @@ def _read_problem(line: str, place: str) -> Problem:
     number = final_number(answer) if "####" in answer else to_number(answer)
     if number is None:
         raise CommandFailed(f"{place}: the answer {answer[:40]!r} is not a number", is_wrong_usage=True)
-    return Problem(question, number)
+    return MathProblem(question, number)
 
 
 def final_number(text: str) -> Decimal | None:
@@ -121,13 +121,13 @@ def to_number(text: str) -> Decimal | None:
         return None
 
 
-async def ask_all(args: argparse.Namespace, model: str, problems: list[Problem]) -> list[Result]:
+async def ask_all(args: argparse.Namespace, model: str, problems: list[MathProblem]) -> list[Result]:
     """Results in the order of the problems."""
-    progress = Progress(len(problems))
+    progress = ProgressLine(len(problems))
     slots = asyncio.Semaphore(args.concurrency)
     done: list[Result] = []
 
-    async def ask(client: httpx.AsyncClient, problem: Problem) -> Result:
+    async def ask(client: httpx.AsyncClient, problem: MathProblem) -> Result:
         async with slots:
             result = await ask_one(client, args, model, problem)
         done.append(result)
@@ -140,13 +140,13 @@ async def ask_all(args: argparse.Namespace, model: str, problems: list[Problem])
         return await asyncio.gather(*(ask(client, problem) for problem in problems))
 
 
-async def ask_one(client: httpx.AsyncClient, args: argparse.Namespace, model: str, problem: Problem) -> Result:
+async def ask_one(client: httpx.AsyncClient, args: argparse.Namespace, model: str, problem: MathProblem) -> Result:
     messages = [{"role": "user", "content": problem.question}]
     body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": args.max_tokens}
     try:
         response = await client.post("/v1/chat/completions", json=body)
         raise_for_status(response.status_code, response.content)
-        choices = read_answer(response.content, Chunk).choices
+        choices = read_answer(response.content, StreamChunk).choices
     except httpx.HTTPError as error:
         return Result(problem, failure=str(trouble(error, args.url)))
     except ServerTrouble as error:

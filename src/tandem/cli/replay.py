@@ -20,7 +20,7 @@ from tandem.cli.flags import natural
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.node import EngineNode
 from tandem.logtext import visible
-from tandem.server.node.flight import Output, Step
+from tandem.server.node.flight import Output, ReplayedStep
 from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
 from tandem.server.record_file import (
     BrokenRecord,
@@ -216,7 +216,7 @@ def shown_frame(frame: msgspec.Struct) -> object:
     return readable(msgspec.msgpack.decode(msgspec.msgpack.encode(frame)))
 
 
-def trace_lines(step: Step) -> Iterator[str]:
+def trace_lines(step: ReplayedStep) -> Iterator[str]:
     incarnation = engine_node(step).state.settings.incarnation
     name = f"{incarnation.name}.{incarnation.id} step {step.index}"
     yield from list(trace_step(step.input.now, name, step.input.happened, step.got.commands)) or [f"{name} is silent"]
@@ -224,7 +224,7 @@ def trace_lines(step: Step) -> Iterator[str]:
         yield from difference_text(Difference(step.index, step.expected, step.got)).split("\n")
 
 
-def step_document(step: Step) -> dict[str, object]:
+def step_document(step: ReplayedStep) -> dict[str, object]:
     return {
         "step": step.index,
         "now": step.input.now,
@@ -235,7 +235,7 @@ def step_document(step: Step) -> dict[str, object]:
     }
 
 
-def engine_node(step: Step) -> EngineNode:
+def engine_node(step: ReplayedStep) -> EngineNode:
     assert isinstance(step.node, EngineNode)
     return step.node
 

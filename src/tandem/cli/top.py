@@ -44,7 +44,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankRow:
     """What is shown of a rank. None: it does not say, or there was no look before."""
 
     server: str
@@ -164,12 +164,12 @@ def from_load(server: str, load: Mapping[str, Any], why: str) -> Look:
     return Look(server, str(load.get("role", "")), str(load.get("dp_rank", 0)), time.monotonic(), values, why)
 
 
-def rows_between(before: Iterable[Look], now: Iterable[Look]) -> list[Row]:
+def rows_between(before: Iterable[Look], now: Iterable[Look]) -> list[RankRow]:
     earlier = {look.key: look for look in before}
     return [row_of(look, earlier.get(look.key)) for look in now]
 
 
-def row_of(look: Look, before: Look | None) -> Row:
+def row_of(look: Look, before: Look | None) -> RankRow:
     values = look.values
 
     def total(*names: str) -> float | None:
@@ -187,7 +187,7 @@ def row_of(look: Look, before: Look | None) -> Row:
         return None if risen is None or before is None else risen / max(look.at - before.at, 1e-3)
 
     firsts, first_s = rise("time_to_first_token_seconds_count"), rise("time_to_first_token_seconds_sum")
-    return Row(
+    return RankRow(
         server=look.server,
         role=look.role,
         rank=look.rank,
@@ -206,7 +206,7 @@ def row_of(look: Look, before: Look | None) -> Row:
     )
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[RankRow]) -> list[str]:
     """For a terminal, or a script that splits lines at white space; `-`: not known."""
     lines: list[tuple[str, ...]] = [
         (

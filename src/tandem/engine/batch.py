@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.batch_tables import Span
+from tandem.batch_tables import TokenSpan
 from tandem.core.values import ceil_div
-from tandem.engine.decode_set import DecodeSet
+from tandem.engine.decode_set import ArrayDecodeSet
 from tandem.engine.rows import Rows, tile_places
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +82,15 @@ class BatchBuilder:
         self._device = device
         self._tiles = tiles
 
-    def build(self, spans: list[Span[Sequence]], decode_set: DecodeSet | None) -> Batch:
+    def build(self, spans: list[TokenSpan[EngineSequence]], decode_set: ArrayDecodeSet | None) -> Batch:
         """Rows of outcomes: spans that sample, in order, then the members of the decode set, in join order."""
         if self._tiles:
             members = decode_set.members if decode_set is not None else []
-            ends = [Span(m, len(m.tokens) - 1, len(m.tokens), True) for m in members]
+            ends = [TokenSpan(m, len(m.tokens) - 1, len(m.tokens), True) for m in members]
             return self._tiled(spans + ends)
         return self._packed(spans, decode_set if decode_set is not None and len(decode_set) else None)
 
-    def _packed(self, spans: list[Span[Sequence]], decode_set: DecodeSet | None) -> Batch:
+    def _packed(self, spans: list[TokenSpan[EngineSequence]], decode_set: ArrayDecodeSet | None) -> Batch:
         tokens, positions, slots, sampled = [], [], [], []
         chunks = self._chunks(spans)
         clear = [page for span in spans for page in self._page_to_clear(span)]
@@ -133,7 +133,7 @@ class BatchBuilder:
             token_types=self._token_types(spans),
         )
 
-    def _tiled(self, spans: list[Span[Sequence]]) -> Batch:
+    def _tiled(self, spans: list[TokenSpan[EngineSequence]]) -> Batch:
         chunks = self._chunks(spans)
         positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
         pages = np.concatenate([c.pages[np.arange(c.start, c.stop) // self._page_size] for c in chunks])
@@ -156,7 +156,7 @@ class BatchBuilder:
             pages_to_clear=[page for span in spans for page in self._page_to_clear(span)],
         )
 
-    def _token_types(self, spans: list[Span[Sequence]]) -> Tensor | None:
+    def _token_types(self, spans: list[TokenSpan[EngineSequence]]) -> Tensor | None:
         """Of batches that are not in tiles, which encoders' never are."""
         seconds = [None if span.sequence.vector is None else span.sequence.vector.second_from for span in spans]
         if all(second is None for second in seconds):
@@ -167,20 +167,20 @@ class BatchBuilder:
         ]
         return self._tensor(np.concatenate(types).astype(np.int64))
 
-    def _chunks(self, spans: list[Span[Sequence]]) -> list[Chunk]:
+    def _chunks(self, spans: list[TokenSpan[EngineSequence]]) -> list[Chunk]:
         chunks, first = [], 0
         for span in spans:
             chunks.append(Chunk(first, span.start, span.stop, self._pages_of(span)))
             first = chunks[-1].last
         return chunks
 
-    def _pages_of(self, span: Span[Sequence]) -> np.ndarray:
+    def _pages_of(self, span: TokenSpan[EngineSequence]) -> np.ndarray:
         assert span.start < span.stop <= len(span.sequence.tokens), "a span holds known tokens"
         num_pages = ceil_div(span.stop, self._page_size)
         assert num_pages <= len(span.sequence.pages), "every token of a span has a page"
         return np.array(span.sequence.pages[:num_pages], dtype=np.int64)
 
-    def _page_to_clear(self, span: Span[Sequence]) -> list[int]:
+    def _page_to_clear(self, span: TokenSpan[EngineSequence]) -> list[int]:
         """The page whose first slot the span writes and whose last one it does not."""
         page_index, filled = divmod(span.stop, self._page_size)
         return [span.sequence.pages[page_index]] if filled and page_index * self._page_size >= span.start else []
@@ -200,5 +200,5 @@ def _in_tiles(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.n
     return arranged, place
 
 
-def _tokens(span: Span[Sequence]) -> np.ndarray:
+def _tokens(span: TokenSpan[EngineSequence]) -> np.ndarray:
     return np.array(span.sequence.tokens[span.start : span.stop], dtype=np.int64)

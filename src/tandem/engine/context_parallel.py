@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.batch_tables import Span, shared_out
-from tandem.engine import sequence
+from tandem.batch_tables import TokenSpan, shared_out
 from tandem.engine.attention.base import AttentionBackend
 from tandem.engine.batch import Batch
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.parallel import ContextRanks
+from tandem.engine.sequence import EngineSequence
 
-Spans = list[Span[sequence.Sequence]]
+Spans = list[TokenSpan[EngineSequence]]
 
 
 class SharedPrompts:

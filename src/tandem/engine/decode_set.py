@@ -4,22 +4,21 @@ A steady step touches no Python object per row except to append the sampled toke
 member leaves.
 """
 
-from collections.abc import Collection
-from collections.abc import Sequence as Values
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 
 INITIAL_ROWS = 16
 INITIAL_PAGES = 16
 
 
-class DecodeSet:
+class ArrayDecodeSet:
     """Arrays have one entry per member, in join order; beyond `len(self)` they hold leftovers."""
 
     def __init__(self) -> None:
-        self.members: list[Sequence] = []
+        self.members: list[EngineSequence] = []
         self._row_of: dict[int, int] = {}
         self._last_tokens = np.zeros(INITIAL_ROWS, dtype=np.int64)
         self._lengths = np.zeros(INITIAL_ROWS, dtype=np.int64)
@@ -52,7 +51,7 @@ class DecodeSet:
         """[n, width] page ids; entries beyond a member's own pages are page ids that somebody once had"""
         return self._tables[: len(self.members)]
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: EngineSequence) -> None:
         assert sequence.request not in self._row_of, "a request joins once"
         row = len(self.members)
         if row == len(self._lengths):
@@ -75,12 +74,12 @@ class DecodeSet:
         self.members = [self.members[row] for row in kept]
         self._row_of = {member.request: row for row, member in enumerate(self.members)}
 
-    def refresh_table(self, sequence: Sequence) -> None:
+    def refresh_table(self, sequence: EngineSequence) -> None:
         """The sequence's page table has changed."""
         if sequence.request in self._row_of:
             self._set_table(self._row_of[sequence.request], sequence)
 
-    def append(self, tokens: Values[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Every member has got its next tokens, as many as the others, in join order."""
         if not self.members:
             return
@@ -91,7 +90,7 @@ class DecodeSet:
             for token in own:
                 member.append(token)
 
-    def _set_table(self, row: int, sequence: Sequence) -> None:
+    def _set_table(self, row: int, sequence: EngineSequence) -> None:
         if len(sequence.pages) > self._tables.shape[1]:
             self._reserve(rows=len(self._lengths), pages=2 * len(sequence.pages))
         self._tables[row, : len(sequence.pages)] = sequence.pages

@@ -19,13 +19,13 @@ Of several workers each runs its part of every pass, and one samples and tells t
 """
 
 import math
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.batch_tables import Span
+from tandem.batch_tables import TokenSpan
 from tandem.core.batch import TokenFlag
 from tandem.core.values import ceil_div
 from tandem.engine.attention.base import AttentionBackend
@@ -37,7 +37,7 @@ from tandem.engine.models.base import Step
 from tandem.engine.parallel import Pipeline
 from tandem.engine.rows import Rows
 from tandem.engine.sampler import Draw, Sampled, sample
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 from tandem.engine.stages import behind_all_layers
 from tandem.engine.weights import LoadedModel
 
@@ -64,7 +64,7 @@ class Denoiser:
         words[blocks.mask_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << blocks.mask_id % 32)
         self._allowed = words.tobytes()
 
-    def run(self, final: Values[Span[Sequence]], samplers: Values[Sequence]) -> Sampled | None:
+    def run(self, final: Sequence[TokenSpan[EngineSequence]], samplers: Sequence[EngineSequence]) -> Sampled | None:
         """final: whose KV is written, in whole blocks. None where nobody samples.
 
         All workers have the tokens then; what is said of them has the one that samples. Raises WorkerGone.
@@ -89,7 +89,7 @@ class Denoiser:
             counts=tuple(draft.num_said for draft in drafts),
         )
 
-    def _pass(self, final: Values[Span[Sequence]], drafts: Values[Draft[Sequence]]) -> None:
+    def _pass(self, final: Sequence[TokenSpan[EngineSequence]], drafts: Sequence[Draft[EngineSequence]]) -> None:
         batch = self._batch(final, drafts)
         self._attention.plan(batch)
         hidden = behind_all_layers(self._model, self._pipeline, Step(batch, self._attention))
@@ -110,7 +110,7 @@ class Denoiser:
             sureness = [self._sureness(row.cpu(), token) for row, token in zip(logits[start:stop], tokens, strict=True)]
             _take(draft, tokens, flags, sureness, least=self._least)
 
-    def _draws(self, draft: Draft[Sequence]) -> list[Draw]:
+    def _draws(self, draft: Draft[EngineSequence]) -> list[Draw]:
         """For each mask."""
         said_before, params = draft.sequence.output_from, draft.sequence.params
         positions = [draft.start + mask for mask in draft.masks]
@@ -122,7 +122,7 @@ class Denoiser:
         others[self._blocks.mask_id] = -math.inf
         return float(others[token] - others.logsumexp(dim=0))
 
-    def _batch(self, final: Values[Span[Sequence]], drafts: Values[Draft[Sequence]]) -> Batch:
+    def _batch(self, final: Sequence[TokenSpan[EngineSequence]], drafts: Sequence[Draft[EngineSequence]]) -> Batch:
         """Final tokens, then drafts, of which every mask is scored."""
         size, page_size, device = self._blocks.block_tokens, self._kv.page_size, self._model.device
         parts = [(s.sequence, s.start, np.array(s.sequence.tokens[s.start : s.stop], dtype=np.int64)) for s in final]
@@ -152,7 +152,7 @@ class Denoiser:
             pages_to_clear=[],
         )
 
-    def _page_to_clear(self, span: Span[Sequence]) -> list[int]:
+    def _page_to_clear(self, span: TokenSpan[EngineSequence]) -> list[int]:
         """The page whose first slot this batch writes, or the next one will, and whose last one it does not: who pulls
         it must not see what somebody else has left there.
         """
@@ -162,7 +162,9 @@ class Denoiser:
         return [sequence.pages[page_index]] if filled and page_index * page_size >= span.start else []
 
 
-def _take(draft: Draft[Sequence], tokens: np.ndarray, flags: bytes, sureness: Values[float], *, least: float) -> None:
+def _take(
+    draft: Draft[EngineSequence], tokens: np.ndarray, flags: bytes, sureness: Sequence[float], *, least: float
+) -> None:
     """What a pass has found for each mask. sureness, least: logarithms of a share."""
     best = max(sureness)
     kept = [sure > least for sure in sureness]
@@ -172,7 +174,7 @@ def _take(draft: Draft[Sequence], tokens: np.ndarray, flags: bytes, sureness: Va
             draft.put(mask, token, flag)
 
 
-def _give_up(draft: Draft[Sequence]) -> None:
+def _give_up(draft: Draft[EngineSequence]) -> None:
     """Its scores are no numbers."""
     for place in range(draft.first, len(draft.tokens)):
         draft.put(place, 0, TokenFlag.INVALID)

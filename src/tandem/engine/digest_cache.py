@@ -25,14 +25,14 @@ SETTLED_NS = 2_000_000_000  # file systems keep times as coarse as this
 Stamp = tuple[int, ...]
 
 
-class Entry(Struct, frozen=True):
+class DigestEntry(Struct, frozen=True):
     stamp: Stamp
     digests: dict[str, str]
 
 
 class Contents(Struct, frozen=True):
     version: int
-    files: dict[str, Entry]
+    files: dict[str, DigestEntry]
 
 
 def default_path() -> Path | None:
@@ -63,7 +63,7 @@ class DigestCache:
         if self._now_ns() - max(stamp[-2:]) < SETTLED_NS:
             return
         self._files.pop(_key(file), None)
-        self._files[_key(file)] = Entry(stamp, digests)
+        self._files[_key(file)] = DigestEntry(stamp, digests)
         self._is_changed = True
 
     def write(self) -> None:
@@ -81,7 +81,7 @@ def _key(file: Path) -> str:
     return os.fsencode(file.resolve()).decode("utf-8", "backslashreplace")
 
 
-def _read(path: Path) -> dict[str, Entry]:
+def _read(path: Path) -> dict[str, DigestEntry]:
     try:
         checksum, _, body = _own_bytes(path).partition(b"\n")
         contents = msgspec.json.decode(body, type=Contents)

@@ -29,7 +29,7 @@ from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
 from tandem.engine.batch import BatchBuilder
 from tandem.engine.context_parallel import SharedPrompts
 from tandem.engine.cuda_graphs import CudaGraph, DecodeGraphs, Graph, can_be_captured
-from tandem.engine.decode_set import DecodeSet
+from tandem.engine.decode_set import ArrayDecodeSet
 from tandem.engine.denoising import Denoiser
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.late_tokens import LateTokens, RunBatch
@@ -40,7 +40,7 @@ from tandem.engine.pooling import Vectors, pooled
 from tandem.engine.prompt_scores import prompt_scores
 from tandem.engine.recurrent_states import RecurrentStates
 from tandem.engine.sampler import Sampled, sample
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 from tandem.engine.stages import behind_all_layers
 from tandem.engine.weights import LoadedModel
 from tandem.grammar import Matcher, Vocabulary, look_ahead
@@ -102,8 +102,8 @@ class Engine:
         state = model.kv_shape.state
         self._states = RecurrentStates(self.kv, state) if state is not None else None
         self._batches = BatchBuilder(page_size=page_size, device=model.device, tiles=self._attention.needs_tiles)
-        self._decode_sets: defaultdict[int, DecodeSet] = defaultdict(DecodeSet)  # by micro-batch
-        self._tables: BatchTables[Sequence] = BatchTables(self._decode_sets, block_tokens=rules.block_tokens)
+        self._decode_sets: defaultdict[int, ArrayDecodeSet] = defaultdict(ArrayDecodeSet)  # by micro-batch
+        self._tables: BatchTables[EngineSequence] = BatchTables(self._decode_sets, block_tokens=rules.block_tokens)
         self._denoiser = (
             Denoiser(model, blocks, self.kv, self._attention, pipeline, threshold=block_threshold)
             if blocks is not None
@@ -141,7 +141,7 @@ class Engine:
 
         A second time replaces its prompt: it was rendered anew, and no plan that named it is to come or under way.
         """
-        self._tables.add(Sequence.of(payload, page_size=self.page_size, matcher=self._matcher_of(payload)))
+        self._tables.add(EngineSequence.of(payload, page_size=self.page_size, matcher=self._matcher_of(payload)))
 
     def prepare(self, payload: Payload) -> None:
         """Compile its grammar, so that `add` need not. From any thread; takes no part in what the others do."""
@@ -217,7 +217,7 @@ class Engine:
         if self._ranks.meet(None):
             self.model.module.accompany()
 
-    def _forward(self, batch: RunBatch[Sequence]) -> tuple[Sampled | None, PromptExtras, Vectors]:
+    def _forward(self, batch: RunBatch[EngineSequence]) -> tuple[Sampled | None, PromptExtras, Vectors]:
         """The tokens, where they are sampled, what was asked of the prompts, and the vectors that they end with."""
         model, pipeline = self.model.module, self._pipeline
         if not batch.spans and not batch.samplers:

@@ -11,7 +11,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from tandem.batch_tables import BatchTables, Sequence, Span
+from tandem.batch_tables import BatchTables, Sequence, TokenSpan
 from tandem.core.batch import BatchPlan
 
 MOST_UNSETTLED = 8  # batches
@@ -32,7 +32,7 @@ class RunBatch(Generic[S]):
     """What a forward pass was about."""
 
     plan: BatchPlan
-    spans: list[Span[S]]
+    spans: list[TokenSpan[S]]
     samplers: list[S]
 
     def touches(self, requests: Set[int]) -> bool:

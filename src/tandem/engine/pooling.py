@@ -11,17 +11,17 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.batch_tables import Span
+from tandem.batch_tables import TokenSpan
 from tandem.core.values import RequestId
-from tandem.engine import sequence
 from tandem.engine.batch import Batch, Chunk
 from tandem.engine.pooling_config import Pooling
+from tandem.engine.sequence import EngineSequence
 from tandem.engine.weights import LoadedModel
 
 Vectors = tuple[tuple[RequestId, bytes], ...]
 
 
-def pooled(model: LoadedModel, batch: Batch, hidden: Tensor, spans: Sequence[Span[sequence.Sequence]]) -> Vectors:
+def pooled(model: LoadedModel, batch: Batch, hidden: Tensor, spans: Sequence[TokenSpan[EngineSequence]]) -> Vectors:
     """As `BatchOutcome.vectors` has them. spans: the first chunks of the batch are theirs. hidden: [n, hidden]."""
     found: list[tuple[RequestId, bytes]] = []
     for span, chunk in zip(spans, batch.chunks, strict=False):
@@ -33,7 +33,7 @@ def pooled(model: LoadedModel, batch: Batch, hidden: Tensor, spans: Sequence[Spa
     return tuple(found)
 
 
-def _vector(model: LoadedModel, batch: Batch, hidden: Tensor, chunk: Chunk, of: sequence.Sequence) -> Tensor:
+def _vector(model: LoadedModel, batch: Batch, hidden: Tensor, chunk: Chunk, of: EngineSequence) -> Tensor:
     """[dimensions] fp32"""
     config = model.config
     assert config.pooling is not None, "who wants a vector asks a model that makes them"

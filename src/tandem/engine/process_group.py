@@ -244,7 +244,7 @@ def least(number: int) -> int:
     return int(value)
 
 
-class Peers:
+class ReplicaGroup:
     """What a worker needs of the others of its replica."""
 
     def __init__(

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from torch import Tensor
 
-from tandem.batch_tables import Span
+from tandem.batch_tables import TokenSpan
 from tandem.core.values import RequestId
-from tandem.engine import sequence
 from tandem.engine.batch import Batch
 from tandem.engine.models.base import Model
 from tandem.engine.sampler import score_of
+from tandem.engine.sequence import EngineSequence
 from tandem.sampling import TokenScore
 
 SLICE_ROWS = 64
@@ -25,7 +25,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def prompt_scores(
-    model: Model, batch: Batch, hidden: Tensor, spans: Sequence[Span[sequence.Sequence]], *, is_told: bool
+    model: Model, batch: Batch, hidden: Tensor, spans: Sequence[TokenSpan[EngineSequence]], *, is_told: bool
 ) -> tuple[tuple[RequestId, bytes], ...]:
     """As `BatchOutcome.prompt_extras` has them, each a list of `TokenScore`; none where this worker tells nobody.
 
@@ -52,7 +52,7 @@ def _slices(positions: range) -> Iterator[range]:
         yield positions[start : start + SLICE_ROWS]
 
 
-def _scores(logits: Tensor, positions: range, of: sequence.Sequence) -> Iterator[TokenScore]:
+def _scores(logits: Tensor, positions: range, of: EngineSequence) -> Iterator[TokenScore]:
     """logits: [len(positions), vocab] fp32. Of the token behind each position."""
     for row, position in zip(logits.cpu(), positions, strict=True):
         yield score_of(row, of.tokens[position + 1], of.params.prompt_top_logprobs)

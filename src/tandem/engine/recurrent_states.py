@@ -21,7 +21,7 @@ NO_PAGE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RecurrentState:
     """Of one layer and n rows, of this shard's heads. Copies."""
 
     scanned: Tensor  # [n, heads, head_dim, state_size]
@@ -115,27 +115,27 @@ class RecurrentStates:
         page_stride, head_stride, _ = self._numbers.stride()
         return self._numbers.data_ptr(), page_stride, head_stride, scanned.start, convolved.start
 
-    def beginning(self) -> State:
+    def beginning(self) -> RecurrentState:
         """Of one row, before its first token."""
         shape, heads = self._shape, self._kv_heads * self._shape.num_heads
         new, before = self._numbers.new_zeros, shape.conv_width - 1
-        return State(
+        return RecurrentState(
             new(1, heads, shape.head_dim, shape.state_size),
             new(1, before, heads * shape.head_dim),
             new(1, before, shape.group_features),
         )
 
-    def behind(self, page: int, *, layer: int) -> State:
+    def behind(self, page: int, *, layer: int) -> RecurrentState:
         """Of one row, behind the last token in this page."""
         return self.load(torch.tensor([page], device=self._numbers.device), layer=layer)
 
-    def load(self, pages: Tensor, *, layer: int) -> State:
+    def load(self, pages: Tensor, *, layer: int) -> RecurrentState:
         """pages: [n] int64"""
         shape, heads, n = self._shape, self._kv_heads, pages.shape[0]
         scanned, convolved = self._places(layer)
         kept = self._numbers[..., convolved].index_select(0, pages).unflatten(2, (shape.conv_width - 1, -1))
         own = shape.num_heads * shape.head_dim
-        return State(
+        return RecurrentState(
             self._numbers[..., scanned]
             .index_select(0, pages)
             .view(n, heads * shape.num_heads, shape.head_dim, shape.state_size),
@@ -143,7 +143,7 @@ class RecurrentStates:
             kept[:, 0, :, own:],
         )
 
-    def store(self, pages: Tensor, state: State, *, layer: int) -> None:
+    def store(self, pages: Tensor, state: RecurrentState, *, layer: int) -> None:
         """pages: [n] int64, each once"""
         shape, heads, n = self._shape, self._kv_heads, pages.shape[0]
         scanned, convolved = self._places(layer)
@@ -153,7 +153,7 @@ class RecurrentStates:
         kept = torch.cat((by_head, groups), dim=3)
         self._numbers[..., convolved].index_copy_(0, pages, kept.flatten(2))
 
-    def leave(self, page: int, state: State, *, layer: int) -> None:
+    def leave(self, page: int, state: RecurrentState, *, layer: int) -> None:
         """One row's."""
         self.store(torch.tensor([page], device=self._numbers.device), state, layer=layer)
 

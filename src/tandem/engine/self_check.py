@@ -20,7 +20,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from tandem.batch_tables import Span
+from tandem.batch_tables import TokenSpan
 from tandem.core.values import PageId, ceil_div
 from tandem.engine import determinism
 from tandem.engine.attention.base import attention_backend
@@ -31,7 +31,7 @@ from tandem.engine.layers.product import product
 from tandem.engine.model_config import ModelError
 from tandem.engine.models.base import Step
 from tandem.engine.native import library
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 from tandem.engine.summation import Products, pattern
 from tandem.engine.weights import LoadedModel
 from tandem.sampling import Payload, SamplingParams
@@ -148,15 +148,17 @@ class ForwardPath:
         finally:
             kv.close()
 
-    def _run(self, kv: KvMemory, text: Sequence, chunks: tuple[int, ...], *, others: list[Sequence]) -> Tensor:
+    def _run(
+        self, kv: KvMemory, text: EngineSequence, chunks: tuple[int, ...], *, others: list[EngineSequence]
+    ) -> Tensor:
         attention = self._open_attention(kv, rules=self._model.attention, deterministic=True)
         builder = BatchBuilder(page_size=self._page_size, device=self._model.device, tiles=attention.needs_tiles)
         logits = torch.empty(0)
         start = CACHED_TOKENS
         for size in chunks:
             stop = start + size
-            spans = [Span(other, 0, NEIGHBOUR_TOKENS, samples=True) for other in others]
-            spans.append(Span(text, start, stop, samples=stop == len(text.tokens)))
+            spans = [TokenSpan(other, 0, NEIGHBOUR_TOKENS, samples=True) for other in others]
+            spans.append(TokenSpan(text, start, stop, samples=stop == len(text.tokens)))
             batch = builder.build(spans, None)
             kv.clear(batch.pages_to_clear)
             attention.plan(batch)
@@ -164,10 +166,10 @@ class ForwardPath:
             start = stop
         return logits[-1]
 
-    def _sequence(self, request: int, num_tokens: int, *, first_page: int) -> Sequence:
+    def _sequence(self, request: int, num_tokens: int, *, first_page: int) -> EngineSequence:
         tokens = array("i", [(7919 * index + request) % self._model.config.vocab_size for index in range(num_tokens)])
         payload = Payload(request, tokens.tobytes(), SamplingParams(temperature=0.0), bytes(16))
-        sequence = Sequence.of(payload, page_size=self._page_size)
+        sequence = EngineSequence.of(payload, page_size=self._page_size)
         num_pages = ceil_div(num_tokens, self._page_size)
         sequence.set_pages(0, [PageId(first_page + index) for index in range(num_pages)])
         return sequence

@@ -11,7 +11,7 @@ from tandem.sampling import Payload, SamplingParams, VectorParams
 
 
 @dataclass(slots=True, kw_only=True)
-class Sequence(batch_tables.Sequence):
+class EngineSequence(batch_tables.Sequence):
     params: SamplingParams
     history: History | None  # token counts, only where a penalty needs them
     matcher: Matcher | None = None  # only with a grammar, and only where tokens are sampled
@@ -19,7 +19,7 @@ class Sequence(batch_tables.Sequence):
     num_said: int = 0  # the last tokens of the prompt, that are output: said elsewhere before
 
     @classmethod
-    def of(cls, payload: Payload, *, page_size: int, matcher: Matcher | None = None) -> "Sequence":
+    def of(cls, payload: Payload, *, page_size: int, matcher: Matcher | None = None) -> "EngineSequence":
         tokens = array("i")
         tokens.frombytes(payload.tokens)
         assert len(tokens) >= 1, "a prompt has at least one token"

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tandem.batch_tables import Span
+from tandem.batch_tables import TokenSpan
 from tandem.core.values import PageId
 from tandem.engine.attention.base import AttentionBackend, AttentionRules, attention_backend
 from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
@@ -22,7 +22,7 @@ from tandem.engine.documents import ModelError
 from tandem.engine.kv_memory import KvMemory, KvShape
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.models.base import Model, Step
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 from tandem.sampling import Payload, SamplingParams
 
 PAGE_SIZE = 16
@@ -78,16 +78,16 @@ def _run(
         _compare(config, ours, module.alone(ids, positions)[-1], dtype)
 
 
-def _text(number: int, length: int, pages: range, vocab_size: int) -> Sequence:
+def _text(number: int, length: int, pages: range, vocab_size: int) -> EngineSequence:
     tokens = array("i", [(7919 * index + 31 * number) % vocab_size for index in range(length)])
     payload = Payload(number, tokens.tobytes(), SamplingParams(temperature=0.0), bytes(16))
-    sequence = Sequence.of(payload, page_size=PAGE_SIZE)
+    sequence = EngineSequence.of(payload, page_size=PAGE_SIZE)
     sequence.set_pages(0, [PageId(page) for page in pages])
     return sequence
 
 
 def _through_the_port(
-    module: Model, kv: KvMemory, attention: AttentionBackend, texts: list[Sequence], *, shift: int
+    module: Model, kv: KvMemory, attention: AttentionBackend, texts: list[EngineSequence], *, shift: int
 ) -> list[Tensor]:
     """fp32 [vocab]: the scores after the last token of each text. shift: of the positions that the model is told."""
     builder = BatchBuilder(page_size=PAGE_SIZE, device=str(kv.tensor.device), tiles=attention.needs_tiles)
@@ -99,7 +99,7 @@ def _through_the_port(
         if not known:
             continue
         ends = [n for n, _, stop in known if stop == len(texts[n].tokens)]
-        batch = builder.build([Span(texts[n], start, stop, samples=n in ends) for n, start, stop in known], None)
+        batch = builder.build([TokenSpan(texts[n], start, stop, samples=n in ends) for n, start, stop in known], None)
         kv.clear(batch.pages_to_clear)
         attention.plan(batch)
         moved = replace(batch, positions=batch.positions + shift, last_position=batch.last_position + shift)

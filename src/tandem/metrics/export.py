@@ -92,7 +92,7 @@ class Exporter:
         Of both those who could be asked."""
         registry = CollectorRegistry(auto_describe=False)
         edge = [*self._edge(), *(self._transfers() if self._is_paired else ()), *self._http()]
-        registry.register(Page([*edge, *self._nodes(nodes), *self._workers(workers or {})]))
+        registry.register(FamiliesCollector([*edge, *self._nodes(nodes), *self._workers(workers or {})]))
         return generate_latest(registry)
 
     def _of_replica(self, dp_rank: int) -> Labels:
@@ -244,7 +244,7 @@ class Exporter:
         return family
 
 
-class Page(Collector):
+class FamiliesCollector(Collector):
     """Hands ready families to a registry."""
 
     def __init__(self, families: list[Metric]) -> None:

@@ -51,7 +51,7 @@ class ChannelKeys(msgspec.Struct, frozen=True):
     opening: bytes
 
 
-class Frames(Generic[Incoming]):
+class FrameDecoder(Generic[Incoming]):
     """Bytes in, messages out. `key`: of frames that are sealed."""
 
     def __init__(self, incoming: Any, *, max_frame_bytes: int = MAX_FRAME_BYTES, key: bytes = b"") -> None:
@@ -130,7 +130,7 @@ class PolledChannel(Generic[Incoming]):
         """keys: where the other end is on another host"""
         sock.setblocking(False)
         self.sock = sock
-        self._frames: Frames[Incoming] = Frames(incoming, key=b"" if keys is None else keys.opening)
+        self._frames: FrameDecoder[Incoming] = FrameDecoder(incoming, key=b"" if keys is None else keys.opening)
         self._sealing = None if keys is None else Seal(keys.sealing)
         self._max_pending_bytes = max_pending_bytes
         self._pending = bytearray()
@@ -169,7 +169,7 @@ class AsyncChannel(asyncio.Protocol, Generic[Incoming]):
         closed: Callable[[str], None],
         max_pending_bytes: int,
     ) -> None:
-        self._frames: Frames[Incoming] = Frames(incoming)
+        self._frames: FrameDecoder[Incoming] = FrameDecoder(incoming)
         self._receive = receive
         self._closed = closed
         self._max_pending_bytes = max_pending_bytes
@@ -241,7 +241,7 @@ class BlockingChannel(Generic[Incoming]):
         """keys: where the other end is on another host"""
         sock.setblocking(True)
         self._sock = sock
-        self._frames: Frames[Incoming] = Frames(incoming, key=b"" if keys is None else keys.opening)
+        self._frames: FrameDecoder[Incoming] = FrameDecoder(incoming, key=b"" if keys is None else keys.opening)
         self._sealing = None if keys is None else Seal(keys.sealing)
         self._sending = threading.Lock()
 

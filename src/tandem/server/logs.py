@@ -129,7 +129,7 @@ class PrefillFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadFigures:
     """The node when the batch returned."""
 
     token_usage: float
@@ -138,7 +138,7 @@ class Load:
     queued: int
 
 
-def prefill_line(number: int | None, figures: PrefillFigures, load: Load) -> str:
+def prefill_line(number: int | None, figures: PrefillFigures, load: LoadFigures) -> str:
     return (
         f"Prefill batch{_label(number)}, #new-seq: {figures.num_seqs}, #new-token: {figures.new_tokens}, "
         f"#cached-token: {figures.cached_tokens}, token usage: {load.token_usage:.2f}, "
@@ -147,7 +147,12 @@ def prefill_line(number: int | None, figures: PrefillFigures, load: Load) -> str
 
 
 def decode_line(
-    number: int | None, *, running: int, tokens_per_second: float, load: Load, cuda_graph: bool | UnsetType = UNSET
+    number: int | None,
+    *,
+    running: int,
+    tokens_per_second: float,
+    load: LoadFigures,
+    cuda_graph: bool | UnsetType = UNSET,
 ) -> str:
     """cuda_graph: whether the batch was launched as one, on a device where that can be."""
     graph = "" if cuda_graph is UNSET else f"cuda graph: {cuda_graph}, "
@@ -176,7 +181,7 @@ class BatchLog:
     """
 
     write: Callable[[str], None]
-    load: Callable[[], Load]
+    load: Callable[[], LoadFigures]
     shows_numbers: bool
     decode_interval: int = DECODE_INTERVAL
     cooperation: DpCooperation = field(default_factory=DpCooperation)
@@ -261,8 +266,8 @@ class BatchLog:
                 self._generated = self._busy_ns = 0
 
 
-def load_of(numbers: NodeNumbers) -> Load:
-    return Load(
+def load_of(numbers: NodeNumbers) -> LoadFigures:
+    return LoadFigures(
         token_usage=numbers.token_usage,
         used_tokens=numbers.used_tokens,
         running=numbers.running,

@@ -34,8 +34,8 @@ class NixlMover:
     def __init__(self, file_bytes: int, *, timeout_seconds: float) -> None:
         """timeout_seconds: of one transfer. Raises OSError where NIXL cannot be had."""
         keep_quiet()
-        self._reads = Lane("READ", file_bytes, timeout_seconds)
-        self._writes = Lane("WRITE", file_bytes, timeout_seconds)
+        self._reads = NixlLane("READ", file_bytes, timeout_seconds)
+        self._writes = NixlLane("WRITE", file_bytes, timeout_seconds)
 
     def read(self, fd: int, most: int) -> bytes:
         size = min(most, os.fstat(fd).st_size)
@@ -52,7 +52,7 @@ class NixlMover:
         self._writes.move(fd, size)
 
 
-class Lane:
+class NixlLane:
     """One direction. Used by one thread at a time."""
 
     def __init__(self, direction: Direction, num_bytes: int, timeout_seconds: float) -> None:

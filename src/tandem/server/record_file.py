@@ -37,7 +37,7 @@ class StepRaised(Exception):
         super().__init__(f"step {step} raises {type(error).__name__}: {error}")
 
 
-class Frames(Generic[Frame]):
+class RecordFrames(Generic[Frame]):
     """Of one file, in order. Never more than one in memory, and never more of it than the file has."""
 
     def __init__(self, path: Path, decoder: "msgspec.msgpack.Decoder[Frame]") -> None:
@@ -92,7 +92,7 @@ def same_bytes(left: Struct, right: Struct) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine(Generic[Head, Given, Gave]):
+class RecordedMachine(Generic[Head, Given, Gave]):
     """How a record of this kind of machine is done again."""
 
     name: str
@@ -104,7 +104,7 @@ class Machine(Generic[Head, Given, Gave]):
 
     def steps(self, path: Path) -> "Iterator[RedoneStep]":
         """Raises BrokenRecord, StepRaised."""
-        frames = Frames(path, msgspec.msgpack.Decoder(self.head | self.given | self.gave))
+        frames = RecordFrames(path, msgspec.msgpack.Decoder(self.head | self.given | self.gave))
         head = next(frames, None)
         if head is None:
             raise NothingWritten(f"{path}: ends before its first step, so it is no record yet")
@@ -152,6 +152,6 @@ class _AnyHead(Struct):
 def head_of(path: Path) -> str:
     """The tag of its first frame, which says what machine it is of. Empty: that cannot be read."""
     try:
-        return next(Frames(path, msgspec.msgpack.Decoder(_AnyHead)), _AnyHead("")).type
+        return next(RecordFrames(path, msgspec.msgpack.Decoder(_AnyHead)), _AnyHead("")).type
     except BrokenRecord:
         return ""

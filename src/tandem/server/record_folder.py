@@ -24,7 +24,7 @@ BUFFER_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SegmentFile:
     """A file as it was found."""
 
     written_ns: int
@@ -66,7 +66,7 @@ class RecordFolder:
             if segment.name not in busy and segment.name not in kept and self._delete(segment.name):
                 total -= segment.size
 
-    def _segments(self) -> list[Segment]:
+    def _segments(self) -> list[SegmentFile]:
         try:
             with os.scandir(self.path) as entries:
                 found = [_segment(entry) for entry in entries if self.name.fullmatch(entry.name)]
@@ -98,11 +98,11 @@ class RecordFolder:
         return True
 
 
-def _segment(entry: os.DirEntry[str]) -> Segment | None:
+def _segment(entry: os.DirEntry[str]) -> SegmentFile | None:
     """None: it is no regular file of this user, or gone by now."""
     try:
         status = entry.stat(follow_symlinks=False)
     except OSError:
         return None
     is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-    return Segment(status.st_mtime_ns, entry.name, status.st_size) if is_ours else None
+    return SegmentFile(status.st_mtime_ns, entry.name, status.st_size) if is_ours else None

@@ -6,10 +6,10 @@ from typing import Any  # records of any machine
 from tandem.core.scheduler.node import EngineNode
 from tandem.server.api.edge_record import EDGE
 from tandem.server.node.flight import replay
-from tandem.server.record_file import Machine, Replay, head_of
+from tandem.server.record_file import RecordedMachine, Replay, head_of
 from tandem.server.router.record import ROUTER
 
-AnyMachine = Machine[Any, Any, Any]
+AnyMachine = RecordedMachine[Any, Any, Any]
 MACHINES: dict[str, AnyMachine] = {"EdgeHead": EDGE, "RouterHead": ROUTER}  # by the first word of their records
 
 

@@ -25,7 +25,7 @@ _encode = msgspec.msgpack.Encoder().encode
 Steps = tuple[list[object], list[object]]  # what they were given, and what they gave
 
 
-class Segment:
+class RingSegment:
     __slots__ = ("first_step", "num_packed", "parts", "snapshot")
 
     def __init__(self, first_step: int, snapshot: bytes) -> None:
@@ -55,7 +55,7 @@ class Ring(Generic[Given, Gave]):
     ) -> None:
         self._snapshot = snapshot
         self._decoder = decoder
-        self._segments: list[Segment] = []
+        self._segments: list[RingSegment] = []
         self.segment_bytes = segment_bytes
         self._begin(0)
 
@@ -75,7 +75,7 @@ class Ring(Generic[Given, Gave]):
         else:
             self._open(newest)
 
-    def kept(self) -> tuple[Segment, Iterator[tuple[Given, Gave | None]]]:
+    def kept(self) -> tuple[RingSegment, Iterator[tuple[Given, Gave | None]]]:
         """The oldest segment, and all steps from its snapshot on. The last gave None if it raised, or still runs.
 
         May be called by another thread while steps go on: it has those that are over by now.
@@ -92,12 +92,12 @@ class Ring(Generic[Given, Gave]):
         self._begin(newest.first_step + newest.num_packed + len(self.given))
 
     def _begin(self, first_step: int) -> None:
-        newer = Segment(first_step, self._snapshot())
+        newer = RingSegment(first_step, self._snapshot())
         self._left = max(self.segment_bytes, SNAPSHOTS * len(newer.snapshot))
         self._open(newer)
         self._segments = [*self._segments[-1:], newer]
 
-    def _open(self, segment: Segment) -> None:
+    def _open(self, segment: RingSegment) -> None:
         self.given: list[object] = []
         self.gave: list[object] = []  # one less than `given` while a step runs, or where it raised
         segment.parts.append((self.given, self.gave))

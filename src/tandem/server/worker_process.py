@@ -315,7 +315,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """This worker among those of its replica, or with DP attention among those of all ranks."""
 
     device: str
@@ -327,12 +327,12 @@ class Place:
     context: ContextRanks = OneContext()  # noqa: RUF009 - frozen
 
 
-def join_replica(launch: Launch, listener_fd: int | None) -> Place:
+def join_replica(launch: Launch, listener_fd: int | None) -> WorkerPlace:
     """Returns when all are there. Raises ServerFailure, ModelError. `listener_fd`: see `process_group.connect`."""
     device = devices.take(launch.config.device, worker=launch.worker, workers=launch.config.num_workers)
     topology, lockstep = launch.topology, Lockstep(launch.topology.attn_dp_size)
     if launch.rank.num_shards == topology.attn_dp_size == 1:
-        return Place(device, OneShard(), OneStage(), lambda number: number, OneRank(), lockstep)
+        return WorkerPlace(device, OneShard(), OneStage(), lambda number: number, OneRank(), lockstep)
     # torch.distributed costs who has nobody to talk to a good part of its start.
     process_group = importlib.import_module("tandem.engine.process_group")
     row_exchange = importlib.import_module("tandem.engine.row_exchange")
@@ -341,14 +341,14 @@ def join_replica(launch: Launch, listener_fd: int | None) -> Place:
     try:
         if topology.attn_dp_size > 1:
             ranks = row_exchange.RowExchange(Shard(topology.attn_dp_rank, topology.attn_dp_size), lockstep, **at)
-            return Place(device, OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
-        peers = process_group.Peers(launch.rank, is_exact=launch.config.deterministic, **at)
+            return WorkerPlace(device, OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
+        peers = process_group.ReplicaGroup(launch.rank, is_exact=launch.config.deterministic, **at)
     except (OSError, RuntimeError) as error:
         raise ServerFailure(f"the workers of this server do not find each other: {error}") from error
-    return Place(device, peers.group, peers.pipeline, process_group.least, OneRank(), lockstep, peers.context)
+    return WorkerPlace(device, peers.group, peers.pipeline, process_group.least, OneRank(), lockstep, peers.context)
 
 
-def load_engine(launch: Launch, place: Place) -> Loaded:
+def load_engine(launch: Launch, place: WorkerPlace) -> Loaded:
     """Raises ModelError, ServerFailure, OSError."""
     config = launch.config
     torch.set_num_threads(launch.cpu_threads)
@@ -391,7 +391,7 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
     )
 
 
-Load = Callable[[Launch, Place], Loaded]
+Load = Callable[[Launch, WorkerPlace], Loaded]
 
 
 def start(
@@ -493,7 +493,7 @@ def open_vocabulary(model_dir: Path, model: LoadedModel) -> Vocabulary | None:
 
 
 def open_engine(
-    config: ServerConfig, model: LoadedModel, place: Place, num_pages: int, vocabulary: Vocabulary | None
+    config: ServerConfig, model: LoadedModel, place: WorkerPlace, num_pages: int, vocabulary: Vocabulary | None
 ) -> Engine:
     """Raises ServerFailure where there is no memory for the pool."""
     try:

@@ -16,7 +16,7 @@ from tandem.core.settings import StorageSettings
 from tandem.core.values import SECOND
 from tandem.host_memory import HostMemory
 from tandem.page_files import HEADER_BYTES, DiskFolder, FolderRefused, Mover, PageFiles, SystemCalls, namespace_of
-from tandem.page_storage import Lane, StorageAnswer, StorageCommand, perform
+from tandem.page_storage import StorageAnswer, StorageCommand, StorageLane, perform
 from tandem.ranks import Rank
 from tandem.server.channel import ChannelClosed
 from tandem.server.processes import ServerFailure
@@ -52,8 +52,8 @@ class WorkerStorage:
         """Sums since the start, in files."""
         return {f"storage_{name}_total": count for name, count in structs.asdict(self._files.counters).items()}
 
-    def _new_lane(self) -> Lane:
-        return Lane(
+    def _new_lane(self) -> StorageLane:
+        return StorageLane(
             self._perform, self._say, shard=self._rank.shard, timeout_seconds=TIMEOUT_SECONDS, now=time.monotonic
         )
 
@@ -65,7 +65,7 @@ class WorkerStorage:
             self._complaints.note(answer.detail)
         self._answer(answer)
 
-    def _run(self, lane: Lane) -> None:
+    def _run(self, lane: StorageLane) -> None:
         with contextlib.suppress(ChannelClosed):  # the node is gone; this process is about to notice
             while True:
                 lane.run_one()

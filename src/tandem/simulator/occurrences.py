@@ -23,12 +23,12 @@ from tandem.core.router.messages import Fail, RouteCause
 from tandem.core.router.worker_registry import ProbeResult
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.values import Cause
-from tandem.server.node.session import Greeting, Hello, Ping
+from tandem.server.node.session import Greeting, PeerHello, PeerPing
 from tandem.transfer.protocol import Status
 
 MODULES = (commands, events, messages, router_messages)
 ENUMS = (ProbeResult, Status)
-LINK_ONLY = [kind.__name__ for kind in (Hello, Greeting, Ping)]
+LINK_ONLY = [kind.__name__ for kind in (PeerHello, Greeting, PeerPing)]
 OUTCOMES = get_args(get_type_hints(Release)["outcome"])
 
 

@@ -70,7 +70,7 @@ class Source(Generic[Link]):
 
 
 @dataclass(slots=True)
-class Peer(Generic[Link]):
+class DataPeer(Generic[Link]):
     """A life of a server of which the address is known."""
 
     cut: Cut

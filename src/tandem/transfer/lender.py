@@ -49,7 +49,7 @@ class Grant(Generic[Link]):
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ReaderConnection:
     """What is known of a connection."""
 
     reader: bytes  # digest of the worker
@@ -83,7 +83,7 @@ class Lender(Generic[Link]):
         self._draw_secret, self._report, self._cut = draw_secret, report, cut
         self._by_attempt: dict[tuple[RequestId, int], Grant[Link]] = {}  # live, or revoked with leases out
         self._by_room: dict[int, list[Grant[Link]]] = {}  # live only; more than one while attempts overlap
-        self._places: dict[Link, Place] = {}
+        self._places: dict[Link, ReaderConnection] = {}
 
     # -- what may be read
 
@@ -166,7 +166,7 @@ class Lender(Generic[Link]):
         """Whether `reader` may have this connection, too. May cut one that is idle. If so, `left` must follow."""
         if not self._has_place(reader, now):
             return False
-        self._places[link] = Place(reader)
+        self._places[link] = ReaderConnection(reader)
         return True
 
     def asked(self, link: Link) -> None:
@@ -190,7 +190,7 @@ class Lender(Generic[Link]):
             return self._cut_idle(own, now)
         return len(places) < self._max_links or self._cut_idle(places, now)
 
-    def _cut_idle(self, places: Iterable[tuple[Link, Place]], now: int) -> bool:
+    def _cut_idle(self, places: Iterable[tuple[Link, ReaderConnection]], now: int) -> bool:
         """Cut the one that has been idle for longest, if it has been for long enough."""
         idle = [(place.idle_since, link, place) for link, place in places if place.idle_since is not None]
         if not idle:

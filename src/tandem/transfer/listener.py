@@ -39,7 +39,7 @@ class Unproven:
     heard: bytearray = field(default_factory=bytearray)
 
 
-class Listener:
+class DataListener:
     def __init__(
         self,
         *,

@@ -1,7 +1,7 @@
 """The owner's side: a server from which peers read granted pages. It never reads anything into a page.
 
-`Listener` accepts, and hands on members of the cluster; here each of them has a thread that answers its Reads. Who is
-admitted, and what may be read, `Lender` decides; it is called under one lock, and never while bytes move.
+`DataListener` accepts, and hands on members of the cluster; here each of them has a thread that answers its Reads. Who
+is admitted, and what may be read, `Lender` decides; it is called under one lock, and never while bytes move.
 
 To a reader on this host that wants it the memory itself is given, for reading only, and it copies what it was lent.
 Its thread here waits meanwhile for the word that the copy has ended, and nothing that happens here, other than the
@@ -26,7 +26,7 @@ from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer.handshake import OwnerHandshake
 from tandem.transfer.lender import Grant, Lender
-from tandem.transfer.listener import Listener
+from tandem.transfer.listener import DataListener
 from tandem.transfer.nixl_access import RegisteredMemory, Unavailable
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.pages import PageAccess
@@ -88,7 +88,7 @@ class PageOwner:
         )
         self._links: dict[ReaderLink, threading.Thread] = {}
         self._is_closed = False
-        self._listener = Listener(
+        self._listener = DataListener(
             host=host, unix_dir=unix_dir, handshake=self._handshake, admit=self._admit, io_timeout_s=io_timeout_s
         )
         self.host, self.port, self.unix = self._listener.host, self._listener.port, self._listener.unix

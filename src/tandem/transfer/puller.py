@@ -38,6 +38,7 @@ from tandem.transfer.digests import DIGEST_BYTES, unpack_digests
 from tandem.transfer.jobs import (
     AnyJob,
     Attempt,
+    DataPeer,
     Dial,
     Job,
     JobFailure,
@@ -45,7 +46,6 @@ from tandem.transfer.jobs import (
     Link,
     OfferedPages,
     Origin,
-    Peer,
     PeerAddress,
     Pull,
     Receive,
@@ -71,7 +71,7 @@ class BadOffer(Exception):
 
 
 @dataclass(slots=True)
-class Lane(Generic[Link]):
+class PullLane(Generic[Link]):
     """What is pulled from one worker of a peer."""
 
     waiting: dict[Pull[Link], None] = field(default_factory=dict)  # in order; no job is out for them
@@ -98,11 +98,11 @@ class Puller(Generic[Link]):
         """
         self._kv, self._timeout_ns, self._max_jobs = kv, timeout_ns, max_jobs
         self._report, self._cut, self._close = report, cut, close
-        self._peers: OrderedDict[Incarnation, Peer[Link]] = OrderedDict()
+        self._peers: OrderedDict[Incarnation, DataPeer[Link]] = OrderedDict()
         self._attempts: dict[Key, Attempt[Link]] = {}
         self._leaving: dict[Key, Attempt[Link]] = {}  # over, and a Receive is out
         self._ended: OrderedDict[Key, bool] = OrderedDict()  # True: TransferDrained is said or on its way
-        self._lanes: dict[Origin, Lane[Link]] = {}  # with somebody waiting or a job
+        self._lanes: dict[Origin, PullLane[Link]] = {}  # with somebody waiting or a job
         self._turns: deque[Origin] = deque()  # lanes with somebody waiting
         self._paused: list[tuple[int, Pull[Link]]] = []  # until when; in order
         self._jobs: dict[Job[Link], None] = {}
@@ -120,7 +120,7 @@ class Puller(Generic[Link]):
             return
         self.forget(incarnation)
         sources = tuple(Source[Link](tile, addresses[tile.source]) for tile in self._kv.pulls(cut))
-        self._peers[incarnation] = Peer(cut, addresses, sources)
+        self._peers[incarnation] = DataPeer(cut, addresses, sources)
         if len(self._peers) > MAX_PEERS:
             self.forget(next(iter(self._peers)))
 
@@ -339,7 +339,7 @@ class Puller(Generic[Link]):
             return
         self._wait(pull, now)
 
-    def _give_up_behind(self, lane: Lane[Link], job: Job[Link], failure: JobFailure) -> None:
+    def _give_up_behind(self, lane: PullLane[Link], job: Job[Link], failure: JobFailure) -> None:
         """The peer has not moved since `job` asked: whoever has waited behind it since then need not wait again."""
         for pull in [pull for pull in lane.waiting if pull.queued_at <= job.moved_at]:
             if not pull.attempt.is_over:
@@ -432,10 +432,10 @@ class Puller(Generic[Link]):
 
     # -- turns
 
-    def _lane(self, origin: Origin) -> Lane[Link]:
+    def _lane(self, origin: Origin) -> PullLane[Link]:
         lane = self._lanes.get(origin)
         if lane is None:
-            lane = self._lanes[origin] = Lane()
+            lane = self._lanes[origin] = PullLane()
         return lane
 
     def _wait(self, pull: Pull[Link], now: int) -> None:
@@ -504,13 +504,13 @@ class Puller(Generic[Link]):
         else:
             self._close(link)
 
-    def _close_idle(self, peer: Peer[Link]) -> None:
+    def _close_idle(self, peer: DataPeer[Link]) -> None:
         for source in peer.sources:
             while source.idle:
                 self._close(source.idle.pop())
 
 
-def _attempt(command: PullPages, peer: Peer[Link]) -> Attempt[Link]:
+def _attempt(command: PullPages, peer: DataPeer[Link]) -> Attempt[Link]:
     """With one pull for each worker of the peer that has something of what is wanted here."""
     first = command.first_wanted
     key = (command.request, command.attempt)
@@ -555,7 +555,7 @@ def _meaning(failure: JobFailure, *, is_dial: bool) -> tuple[Cause, str]:
             return Cause.TRANSFER_FAILED, failure.detail
 
 
-def _is_held_up(lane: Lane[Link], now: int) -> bool:
+def _is_held_up(lane: PullLane[Link], now: int) -> bool:
     return any(is_stalled(job, now) for job in lane.jobs)
 
 

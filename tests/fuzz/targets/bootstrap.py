@@ -27,9 +27,9 @@ from tandem.server.api.bootstrap import BootstrapServer
 from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.cluster_auth import WriteGuard, signed_headers
-from tandem.server.api.connections import Bounds
+from tandem.server.api.connections import ConnectionBounds
 from tandem.server.api.hosts import Hosts
-from tandem.server.channel import Frames, frame
+from tandem.server.channel import FrameDecoder, frame
 from tandem.server.documents import BadDocument, read_ranks, read_replica
 from targets.http import Broken, Refused, Served, check_served, new_loop, request, until
 from targets.http_router import answer
@@ -68,7 +68,7 @@ class Server:
         registry.register(own, is_own=True)
         registry.register(registration(replica(1, of=2, life=2)))
         served = Served(
-            BootstrapServer(registry, guard, now=lambda: NOW).app(), self._loop, protocol=Bounds().protocol()
+            BootstrapServer(registry, guard, now=lambda: NOW).app(), self._loop, protocol=ConnectionBounds().protocol()
         )
         if crc32(data) % 8:
             data = signed(data, guard.challenge())
@@ -166,7 +166,7 @@ class Client:
 def arrived(reports: list[Any]) -> list[Any]:
     """At the node, and what it tells its worker at the worker."""
     at_node: list[Any] = []
-    node, worker = Frames[Any](wire.ApiToNode), Frames[Any](wire.NodeToWorker)
+    node, worker = FrameDecoder[Any](wire.ApiToNode), FrameDecoder[Any](wire.NodeToWorker)
     for report in reports:
         at_node += node.feed(frame(report))
         if isinstance(report, wire.Connect):
@@ -232,7 +232,7 @@ def check_document(read: Callable[[bytes], Any], data: bytes) -> None:
         assert document.shards
         assert 0 < document.control_port < 1 << 16
         assert all(0 < shard.port < 1 << 16 for shard in document.shards)
-        list(Frames[Any](wire.ApiToNode).feed(frame(wire.Connect(ASKED, document))))
+        list(FrameDecoder[Any](wire.ApiToNode).feed(frame(wire.Connect(ASKED, document))))
 
 
 def read_some_ranks(data: bytes) -> dict[Room, int]:

@@ -15,7 +15,7 @@ from mutators import mutate_http
 from tandem.cli import bench, eval
 from tandem.cli.api import ServerTrouble, find_model
 from tandem.cli.conversation import Conversation
-from tandem.cli.eval import Problem
+from tandem.cli.eval import MathProblem
 from targets.http import new_loop
 from targets.http_router import Answering, answer
 
@@ -82,10 +82,10 @@ class Clients:
         bench.make_prompt(Random(0), 1, words)
 
     def _load(self) -> None:
-        self._ask(lambda client: bench.Load(client, ARGS, "m").send("a"))
+        self._ask(lambda client: bench.LoadGenerator(client, ARGS, "m").send("a"))
 
     def _eval(self) -> None:
-        self._ask(lambda client: eval.ask_one(client, ARGS, "m", Problem("q", Decimal(1))))
+        self._ask(lambda client: eval.ask_one(client, ARGS, "m", MathProblem("q", Decimal(1))))
 
     def _ask(self, ask: Callable[[httpx.AsyncClient], Awaitable[Answer]]) -> Answer:
         async def run() -> Answer:

@@ -27,7 +27,7 @@ from tandem.core.disagg.messages import Message, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
 from tandem.core.values import MILLISECOND, Address, Cut, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
-from tandem.server.node.driver import Poller
+from tandem.server.node.local_peer import SelectorPoller
 from tandem.server.node.peers import Peers
 from tandem.server.node.session import Greeting
 from tandem.server.wire import DataEndpoint, ReplicaInfo
@@ -48,7 +48,7 @@ HELLO = Release(Room(1), DECODE, "done")
 @dataclass
 class Node:
     me: Incarnation
-    poller: Poller
+    poller: SelectorPoller
     clock: Callable[[], Nanos]
     events: list[Event] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Pair:
     """A prefill that has met a decode."""
 
     def __init__(self) -> None:
-        self._poller, self._now = Poller(), Nanos(0)
+        self._poller, self._now = SelectorPoller(), Nanos(0)
         self.prefill, self.decode = (Node(who, self._poller, lambda: self._now) for who in (PREFILL, DECODE))
         self.decode.peers.connect(replica(PREFILL, self.prefill.port), FOUND_AT)
         self.check()

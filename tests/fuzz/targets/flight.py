@@ -23,7 +23,7 @@ from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, Wo
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId, Room
 from tandem.server.api.edge_record import EdgeRing
-from tandem.server.api.live_requests import Arrival, LiveRequests
+from tandem.server.api.live_requests import IncomingRequest, LiveRequests
 from tandem.server.channel import frame
 from tandem.server.node.flight import FlightRecorder, read_segment
 from tandem.server.record_file import BrokenRecord
@@ -56,7 +56,7 @@ def edge_record() -> bytes:
     for rank in range(2):
         requests.ready(rank)
     request = Request(requests.next_id(), "rid", 20, (bytes(16),), 5, Nanos(60 * SECOND), room=Room(7))
-    requests.submit([Arrival(request, ("name",))], Nanos(SECOND))
+    requests.submit([IncomingRequest(request, ("name",))], Nanos(SECOND))
     requests.emitted((request.id,), Nanos(SECOND))
     requests.abort_named("name", Nanos(SECOND))
     requests.lose("it is gone", 0)

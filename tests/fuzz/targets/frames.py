@@ -7,7 +7,7 @@ from examples import examples_of
 from mutators import framed, mutate_msgpack
 
 from tandem.server import wire
-from tandem.server.channel import Frames, MalformedFrame, frame
+from tandem.server.channel import FrameDecoder, MalformedFrame, frame
 
 UNIONS = (wire.ApiToNode, wire.NodeToApi, wire.NodeToWorker, wire.WorkerToNode)
 
@@ -20,7 +20,7 @@ def process_frames() -> Run:
     def run(data: bytes) -> None:
         refusals = 0
         for union in UNIONS:
-            frames: Frames[object] = Frames(union, max_frame_bytes=1 << 20)
+            frames: FrameDecoder[object] = FrameDecoder(union, max_frame_bytes=1 << 20)
             try:
                 for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
                     list(frames.feed(piece))

@@ -10,7 +10,7 @@ from mutators import mutate_http
 
 from tandem.server import wire
 from tandem.server.api.validation import Task
-from tandem.server.channel import Frames, frame
+from tandem.server.channel import FrameDecoder, frame
 from targets.http import Refused, Served, check_served, new_loop, request, until
 
 ROLES = ("unified", "prefill", "decode", "embeddings", "scores")
@@ -182,7 +182,7 @@ def made(role: str) -> World:
     mode = {"disaggregation_mode": role} if role in ("prefill", "decode") else {}
     task = {"embeddings": Task.EMBEDDINGS, "scores": Task.SCORES}.get(role, Task.TOKENS)
     it = world(says("ok", is_burst=True), answers=ANSWERS, task=task, enable_fault_injection=True, **mode)  # type: ignore[arg-type]  # fields of the config
-    take, frames = it.node.send, Frames[wire.ApiToNode](wire.ApiToNode)
+    take, frames = it.node.send, FrameDecoder[wire.ApiToNode](wire.ApiToNode)
 
     def send(message: wire.ApiToNode) -> None:
         """As between processes: what cannot be encoded, or decoded there, is found here."""

@@ -22,7 +22,7 @@ from tandem.engine.kv_memory import KvMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BlockCall:
     rows: slice  # of the batch's tokens
     pages: Tensor  # [pages] int64: of the keys that were written
     num_written: int  # of these keys, so many are seen
@@ -45,21 +45,21 @@ class BlockAttention:
         self._kv = kv
         self._rules = rules
         self._pages = self._slots = torch.empty(0, dtype=torch.int64)  # [k] where the KV of each final token goes
-        self._calls: list[Call] = []
+        self._calls: list[BlockCall] = []
 
     def plan(self, batch: Batch) -> None:
         assert batch.decoding is None, "the newest block of a request is a chunk"
         self._pages, self._slots = (self._tensor(part) for part in np.divmod(batch.slots, self._kv.page_size))
         self._calls = [self._call(chunk, is_draft=chunk.last > len(batch.slots)) for chunk in batch.chunks]
 
-    def _call(self, chunk: Chunk, *, is_draft: bool) -> Call:
+    def _call(self, chunk: Chunk, *, is_draft: bool) -> BlockCall:
         num_written = chunk.start if is_draft else chunk.stop
         rows, block = slice(chunk.first, chunk.last), self._rules.block_tokens
         mask = None
         if chunk.stop - chunk.start > block:
             ends = torch.arange(chunk.start, chunk.stop, device=self._kv.tensor.device) // block * block + block
             mask = torch.arange(num_written, device=ends.device)[None, :] < ends[:, None]
-        return Call(rows, self._tensor(chunk.pages), num_written, is_draft, mask)
+        return BlockCall(rows, self._tensor(chunk.pages), num_written, is_draft, mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int) -> Tensor:
         count = len(self._slots)
@@ -81,7 +81,7 @@ class BlockAttention:
             out[call.rows] = mixed[0].transpose(0, 1)
         return out
 
-    def _seen(self, call: Call, layer: int, kind: int, own: Tensor) -> Tensor:
+    def _seen(self, call: BlockCall, layer: int, kind: int, own: Tensor) -> Tensor:
         """own: [n, heads, head_dim]; returns [1, heads, keys, head_dim]"""
         pages = self._kv.tensor[call.pages, :, layer, kind]  # [pages, heads, page_size, head_dim]
         written = pages.transpose(0, 1).flatten(1, 2)[:, : call.num_written]

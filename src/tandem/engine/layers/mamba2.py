@@ -24,7 +24,7 @@ from tandem.engine.layers.weights import Weights
 from tandem.engine.native import library
 from tandem.engine.native.library import ScanView, StatesView
 from tandem.engine.parallel import Group
-from tandem.engine.recurrent_states import RecurrentStates, State, StatefulChunk, StatefulRows
+from tandem.engine.recurrent_states import RecurrentState, RecurrentStates, StatefulChunk, StatefulRows
 from tandem.engine.state_space_config import StateSpaceConfig
 
 BLOCK = 64  # tokens
@@ -256,7 +256,7 @@ class Mamba2:
         b, c = convolved[:, own:].unflatten(1, (2, self.sizes.num_groups, -1)).unbind(1)
         return convolved[:, :own].unflatten(1, self._by_head), b, c
 
-    def _state(self, scanned: Tensor, before: Tensor) -> State:
+    def _state(self, scanned: Tensor, before: Tensor) -> RecurrentState:
         """before: [n, conv_width - 1, features]"""
         own = before.shape[2] - self.sizes.group_features
-        return State(scanned, before[..., :own], before[..., own:])
+        return RecurrentState(scanned, before[..., :own], before[..., own:])

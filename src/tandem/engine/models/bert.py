@@ -34,7 +34,7 @@ class Embeddings:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class EncoderLayer:
     qkv: QkvLinear
     o_proj: RowParallelLinear | GatheringLinear
     after_attention: LayerNorm
@@ -77,7 +77,7 @@ class Encoder:
     """A `Model`. On a stage that is not the first, or not the last, embeddings, or the classifier, are empty."""
 
     embeddings: Embeddings
-    blocks: tuple[Block, ...]
+    blocks: tuple[EncoderLayer, ...]
     classifier: Classifier | None
 
     def forward(self, step: Step, hidden: Tensor | None = None) -> Tensor:
@@ -140,7 +140,7 @@ def embeddings(config: ModelConfig, weights: Weights, group: Group) -> Embedding
     )
 
 
-def block(config: ModelConfig, weights: Weights, group: Group, heads: HeadShard, prefix: str) -> Block:
+def block(config: ModelConfig, weights: Weights, group: Group, heads: HeadShard, prefix: str) -> EncoderLayer:
     assert config.encoder is not None
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     shards = group.shard.all
@@ -156,7 +156,7 @@ def block(config: ModelConfig, weights: Weights, group: Group, heads: HeadShard,
         return RowParallelLinear.load(weights, prefix + name, hidden, inputs, parts=parts, bias=True, group=group)
 
     q, k, v = (column(f"attention.self.{name}", hidden, own_heads) for name in ("query", "key", "value"))
-    return Block(
+    return EncoderLayer(
         qkv=QkvLinear(q, k, v, dim),
         o_proj=row("attention.output.dense", hidden, all_heads, group),
         after_attention=norm(config, weights, f"{prefix}attention.output.LayerNorm"),

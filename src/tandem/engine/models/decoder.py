@@ -33,7 +33,7 @@ from tandem.engine.parallel import Group, HeadShard, MlpGroup, Shard, layers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class DecoderLayer:
     """`before` norms are of what goes into attention or MLP, `after` ones of what comes out, before it is added."""
 
     before_attention: RMSNorm | None = None
@@ -73,8 +73,8 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateBlock:
-    """Its mixer has a state. `before` and `after` as of `Block`."""
+class StateSpaceLayer:
+    """Its mixer has a state. `before` and `after` as of `DecoderLayer`."""
 
     before_mixer: RMSNorm
     mixer: Mamba2
@@ -105,7 +105,7 @@ class Decoder:
     rotary: tuple[
         RotaryTable | None, ...
     ]  # of each block; one object for those that turn alike, None: it turns nothing
-    blocks: tuple[Block | StateBlock, ...]
+    blocks: tuple[DecoderLayer | StateSpaceLayer, ...]
     norm: RMSNorm
     head: VocabParallelHead | None  # None: it is asked for vectors only
     logit_cap: float | None = None
@@ -116,7 +116,7 @@ class Decoder:
         object.__setattr__(self, "flat", self._flat())
 
     def _flat(self) -> FlatBlocks | None:
-        attending = [block for block in self.blocks if isinstance(block, Block)]
+        attending = [block for block in self.blocks if isinstance(block, DecoderLayer)]
         table = self.rotary[0]
         if len(attending) < len(self.blocks) or table is None or len(set(self.rotary)) > 1:
             return None
@@ -312,7 +312,7 @@ def build_decoder(
     weights: Weights,
     group: Group,
     stage: Shard,
-    block: Callable[[Loader], Block | StateBlock],
+    block: Callable[[Loader], DecoderLayer | StateSpaceLayer],
     *,
     norms_add_one: bool = False,
     embedding_scale: float = 1.0,

@@ -5,7 +5,7 @@
 from tandem.engine.layers.activation import gelu_tanh_and_mul
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
 from tandem.engine.parallel import Group, Shard
 
 
@@ -14,9 +14,9 @@ def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> 
     return build_decoder(config, weights, group, stage, block, norms_add_one=True, embedding_scale=scale)
 
 
-def block(layer: Loader) -> Block:
+def block(layer: Loader) -> DecoderLayer:
     bias = layer.config.attention_bias
-    return Block(
+    return DecoderLayer(
         before_attention=layer.norm("input_layernorm"),
         qkv=layer.qkv("self_attn", bias=bias),
         qk_norm=layer.head_norms("self_attn.q_norm", "self_attn.k_norm"),

@@ -2,7 +2,7 @@
 
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
 from tandem.engine.parallel import Group, Shard
 
 
@@ -10,8 +10,8 @@ def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> 
     return build_decoder(config, weights, group, stage, block)
 
 
-def block(layer: Loader) -> Block:
-    return Block(
+def block(layer: Loader) -> DecoderLayer:
+    return DecoderLayer(
         before_attention=layer.norm("input_layernorm"),
         qkv=layer.qkv("self_attn", bias=False),
         o_proj=layer.output("self_attn.o_proj", bias=False),

@@ -2,7 +2,7 @@
 
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
 from tandem.engine.parallel import Group, Shard
 
 
@@ -10,9 +10,9 @@ def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> 
     return build_decoder(config, weights, group, stage, block)
 
 
-def block(layer: Loader) -> Block:
+def block(layer: Loader) -> DecoderLayer:
     bias = layer.config.attention_bias
-    return Block(
+    return DecoderLayer(
         qkv=layer.qkv("self_attn", bias=bias),
         qk_norm=layer.width_norms("self_attn.q_norm", "self_attn.k_norm"),
         o_proj=layer.output("self_attn.o_proj", bias=bias),

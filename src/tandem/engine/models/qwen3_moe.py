@@ -2,7 +2,7 @@
 
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
 from tandem.engine.parallel import Group, Shard
 
 
@@ -10,10 +10,10 @@ def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> 
     return build_decoder(config, weights, group, stage, block)
 
 
-def block(layer: Loader) -> Block:
+def block(layer: Loader) -> DecoderLayer:
     config = layer.config
     is_dense = config.experts is None or layer.index in config.experts.dense_layers
-    return Block(
+    return DecoderLayer(
         before_attention=layer.norm("input_layernorm"),
         qkv=layer.qkv("self_attn", bias=config.attention_bias),
         qk_norm=layer.head_norms("self_attn.q_norm", "self_attn.k_norm"),

@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tandem.engine.documents import ModelError
-from tandem.engine.models.transformers_parts import LEFT_OUT, Head, Unfit, class_of, config_of, layers_of_model
+from tandem.engine.models.transformers_parts import LEFT_OUT, DecoderHead, Unfit, class_of, config_of, layers_of_model
 from tandem.engine.transformers_facts import REFUSED, TransformersFacts, refused
 from tandem.logtext import shown
 
@@ -37,7 +37,7 @@ MaskRule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key): whe
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """What one layer handed to attention."""
 
     layer: int
@@ -75,7 +75,7 @@ def _examine(raw: dict[str, Any]) -> TransformersFacts:
     config = config_of(model_type, raw)
     num_layers = _size(config, "num_hidden_layers", MOST_LAYERS)
     context = _context(config)
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     AttentionInterface.register(EXAMINED, _Recorder(calls, context))
     AttentionMaskInterface.register(EXAMINED, _mask_rule)
     with torch.device("meta"):
@@ -118,7 +118,7 @@ def _run(base: nn.Module, tokens: int) -> Tensor:
 def _scored(model: PreTrainedModel, states: Tensor) -> int:
     """How many tokens the head scores, of states alone. Raises Unfit."""
     try:
-        return Head(model)(states).shape[1]
+        return DecoderHead(model)(states).shape[1]
     except Exception as error:  # of code that was not written for this
         reason = " ".join(str(error).split())[:200] or "no reason"
         raise Unfit(f"its head wants more than the states of its layers ({reason})") from None
@@ -134,7 +134,7 @@ def _mask_rule(*, mask_function: MaskRule, **_: object) -> Tensor:
 class _Recorder:
     """The attention function of the examination."""
 
-    def __init__(self, calls: list[Call], context: int) -> None:
+    def __init__(self, calls: list[AttentionCall], context: int) -> None:
         self._calls = calls
         self._context = context
 
@@ -157,7 +157,7 @@ class _Recorder:
             raise Unfit(f"its attention is given {', '.join(sorted(asked))}, which ours does not know")
         self._refuse_other_masks(attention_mask, window)
         sizes = (query.shape[1], key.shape[1], key.shape[3])
-        self._calls.append(Call(len(self._calls), *sizes, float(scale), soft_cap, window))
+        self._calls.append(AttentionCall(len(self._calls), *sizes, float(scale), soft_cap, window))
         return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3]), None
 
     def _refuse_other_masks(self, mask: object, window: int | None) -> None:
@@ -184,7 +184,7 @@ class _Recorder:
                     raise Unfit(f"a mask of its layers lets token {query} {'see' if sees else 'not see'} token {key}")
 
 
-def _alike(calls: list[Call], num_layers: int) -> Call:
+def _alike(calls: list[AttentionCall], num_layers: int) -> AttentionCall:
     """A layer for all, but for windows. Raises Unfit."""
     if len(calls) != num_layers or not calls:
         raise Unfit(f"{len(calls)} of its {num_layers} layers attend; the others would need a state")

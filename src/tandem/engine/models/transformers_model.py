@@ -20,7 +20,7 @@ from tandem.engine.documents import ModelError
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.models.base import Step
-from tandem.engine.models.transformers_parts import Head, class_of, config_of, layers_of_model
+from tandem.engine.models.transformers_parts import DecoderHead, class_of, config_of, layers_of_model
 from tandem.engine.parallel import Group, Shard
 from tandem.logtext import shown
 
@@ -47,7 +47,7 @@ class TransformersModel:
         for module in self._layers.modules():
             if hasattr(module, "layer_idx"):
                 object.__setattr__(module, "tandem_port", self._port)
-        self._head = Head(model)
+        self._head = DecoderHead(model)
 
     def forward(self, step: Step, hidden: Tensor | None = None) -> Tensor:
         assert hidden is None, "it has one stage"

@@ -44,7 +44,7 @@ def layers_of_model(model: PreTrainedModel) -> nn.Module:
     return layers
 
 
-class Head:
+class DecoderHead:
     """What a decoder does with the states of its layers: its own code, run without them."""
 
     def __init__(self, model: PreTrainedModel) -> None:

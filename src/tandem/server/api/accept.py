@@ -29,7 +29,7 @@ from tandem.server.api.connections import (
     TOO_MANY_CONNECTIONS,
     TOO_MANY_REQUESTS,
     BoundedHttp1,
-    Bounds,
+    ConnectionBounds,
     asked_path,
     new_line,
 )
@@ -48,7 +48,7 @@ class BoundedServer(uvicorn.Server):
     """uvicorn behind listeners that keep to `bounds`. Its sockets are bound, and its own."""
 
     def __init__(
-        self, app: ASGIApp, bounds: Bounds, *, drain_seconds: int, lifespan: Literal["on", "off"] = "off"
+        self, app: ASGIApp, bounds: ConnectionBounds, *, drain_seconds: int, lifespan: Literal["on", "off"] = "off"
     ) -> None:
         """drain_seconds: for running requests when it ends."""
         super().__init__(uvicorn_config(app, drain_seconds=drain_seconds, lifespan=lifespan, http=bounds.protocol()))
@@ -56,23 +56,23 @@ class BoundedServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        self.servers = [Listener(listener, self._bounds, self._connection) for listener in sockets or ()]  # type: ignore[misc]  # of what uvicorn does with a server, it can all
+        self.servers = [HttpListener(listener, self._bounds, self._connection) for listener in sockets or ()]  # type: ignore[misc]  # of what uvicorn does with a server, it can all
 
     def _connection(self) -> BoundedHttp1:
         kind = self.config.http_protocol_class
         return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg, return-value]  # uvicorn knows it as a class of asyncio
 
 
-class Listener:
+class HttpListener:
     """One listening socket on the running loop, until `close`."""
 
-    def __init__(self, sock: socket.socket, bounds: Bounds, make: Callable[[], BoundedHttp1]) -> None:
+    def __init__(self, sock: socket.socket, bounds: ConnectionBounds, make: Callable[[], BoundedHttp1]) -> None:
         self._sock, self._bounds, self._make = sock, bounds, make
         self._loop = asyncio.get_running_loop()
         self._let_in: deque[socket.socket] = deque()  # with a place each
         self._is_connecting = False  # the next turn will begin with `_connect_some`
         self._tasks: set[asyncio.Task[None]] = set()
-        self._refused: dict[Refused, None] = {}
+        self._refused: dict[RefusedConnection, None] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._no_means = new_line()
         sock.setblocking(False)
@@ -156,18 +156,18 @@ class Listener:
         if len(bounds.lingering) >= bounds.max_lingering:
             sock.close()
             return
-        refused = Refused(sock, self._loop, self._forget)
+        refused = RefusedConnection(sock, self._loop, self._forget)
         self._refused[refused] = bounds.lingering[refused] = None
 
-    def _forget(self, refused: "Refused") -> None:
+    def _forget(self, refused: "RefusedConnection") -> None:
         del self._refused[refused], self._bounds.lingering[refused]
 
 
-class Refused:
+class RefusedConnection:
     """A socket on which a refusal has been written, read to its end."""
 
     def __init__(
-        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, closed: "Callable[[Refused], None]"
+        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, closed: "Callable[[RefusedConnection], None]"
     ) -> None:
         self._sock, self._loop, self._closed = sock, loop, closed
         self._timer = loop.call_later(LINGER_SECONDS, self.close)

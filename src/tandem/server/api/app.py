@@ -56,13 +56,13 @@ from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.http_counting import CountingMiddleware
 from tandem.server.api.large_body import decode_both
-from tandem.server.api.live_requests import Arrival
+from tandem.server.api.live_requests import IncomingRequest
 from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, count_tokens, read_messages
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, read_chat, read_completion
 from tandem.server.api.ops import Ops, check_model, json_response
 from tandem.server.api.rendering import Renderer
-from tandem.server.api.response_store import Conversation, ResponsePages, ResponseStore, owner_of
+from tandem.server.api.response_store import PendingResponse, ResponsePages, ResponseStore, owner_of
 from tandem.server.api.responses import ResponsesBody, read_responses, without_items
 from tandem.server.api.responses_reply import ResponsesReply
 from tandem.server.api.resume import ASKS, Resume, Resuming
@@ -249,7 +249,7 @@ class Endpoints:
         return await self._answer(request, MessagesBody, partial(read_messages, form=self._chat_form), reply)
 
     async def responses(self, request: Request) -> TokenResponse:
-        conversation = Conversation(self._store, owner_of(request))
+        conversation = PendingResponse(self._store, owner_of(request))
         kept_size = 0
 
         async def read(
@@ -380,7 +380,9 @@ class Endpoints:
         with suppress(Refusal):  # what no server takes has no other half
             asks = await self._asks(request, routing, prompts, all_params, resume)
             prepared = await self._prepared(asks, request.state.arrival_ns)
-            self._client.decline([Arrival(one.submit.request, routed=one.ask.dp_rank) for one in prepared], failure)
+            self._client.decline(
+                [IncomingRequest(one.submit.request, routed=one.ask.dp_rank) for one in prepared], failure
+            )
 
     def _teller(
         self, request: Request, routing: Routing, asks: Sequence[SampleRequest], made_at: int, resume: Resume | None

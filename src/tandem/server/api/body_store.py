@@ -18,7 +18,7 @@ CHUNK_BYTES = 256  # that a body counts for at least: an empty one has a cost to
 
 
 @dataclass(slots=True, eq=False)
-class _Body:
+class _PendingBody:
     limit: asyncio.Timeout
     pieces: list[bytes] = field(default_factory=list)
     num_bytes: int = CHUNK_BYTES
@@ -30,7 +30,7 @@ class BodyStore:
 
     max_bytes: int = MAX_STORED_BYTES
     seconds: float = BODY_SECONDS
-    _coming: dict[_Body, None] = field(default_factory=dict)  # the oldest first
+    _coming: dict[_PendingBody, None] = field(default_factory=dict)  # the oldest first
     _num_bytes: int = 0
 
     async def read(self, request: Request) -> bytes:
@@ -39,11 +39,11 @@ class BodyStore:
             raise too_long()
         try:
             async with asyncio.timeout(self.seconds) as limit:
-                return await self._read(request, _Body(limit))
+                return await self._read(request, _PendingBody(limit))
         except TimeoutError:
             raise Refusal(Problem.NOT_READY, "the body did not come in time") from None
 
-    async def _read(self, request: Request, body: _Body) -> bytes:
+    async def _read(self, request: Request, body: _PendingBody) -> bytes:
         self._coming[body] = None
         self._num_bytes += body.num_bytes
         try:
@@ -58,14 +58,14 @@ class BodyStore:
             self._num_bytes -= body.num_bytes
             self._coming.pop(body, None)
 
-    def _keep(self, body: _Body, piece: bytes) -> None:
+    def _keep(self, body: _PendingBody, piece: bytes) -> None:
         body.pieces.append(piece)
         body.num_bytes += len(piece)
         self._num_bytes += len(piece)
         while self._num_bytes > self.max_bytes:
             self._give_up(max(self._coming, key=lambda other: other.num_bytes))
 
-    def _give_up(self, body: _Body) -> None:
+    def _give_up(self, body: _PendingBody) -> None:
         """Its memory is free now; its reader hears of it at once if it is this one, else from the event loop."""
         self._num_bytes -= body.num_bytes
         body.num_bytes = 0

@@ -26,7 +26,7 @@ from tandem.server.api.bootstrap_questions import (
     GiveUp,
 )
 from tandem.server.api.hosts import EVERY_HOST, HostRefused, Hosts
-from tandem.server.api.http_exchange import Answer, ExchangeError, exchange
+from tandem.server.api.http_exchange import ExchangeError, HttpResponse, exchange
 from tandem.server.api.question_lanes import Lanes
 from tandem.server.documents import PREFILL_HEADER, BadDocument, read_prefill, read_ranks, read_replica
 
@@ -139,7 +139,9 @@ class BootstrapClient:
 
     # --- HTTP --------------------------------------------------------------------------------------------------------
 
-    async def _call(self, address: Address, method: str, path: str, body: bytes | None = None) -> tuple[Answer, str]:
+    async def _call(
+        self, address: Address, method: str, path: str, body: bytes | None = None
+    ) -> tuple[HttpResponse, str]:
         """The answer, and the address where it came from. Raises what `_trouble` can put in words."""
         candidates = await self.hosts.addresses(address.host)
         for host in candidates[:-1]:
@@ -152,7 +154,7 @@ class BootstrapClient:
 
     async def _call_at(
         self, host: str, port: int, method: str, path: str, body: bytes | None, share: int = 1
-    ) -> Answer:
+    ) -> HttpResponse:
         connect_s = self.answer_s / share
         answer = await exchange(host, port, method, path, body=body, timeout_s=self.answer_s, connect_s=connect_s)
         if answer.status != 200:

@@ -25,16 +25,16 @@ from tandem.core.values import SECOND, Cause, Nanos, RequestId
 from tandem.server import wire
 from tandem.server.api.errors import Failure, Problem, Refusal
 from tandem.server.api.hosts import Hosts
-from tandem.server.api.last_steps import LastSteps
+from tandem.server.api.last_steps import EdgeLastSteps
 from tandem.server.api.live_requests import (
     Action,
-    Arrival,
     ClientId,
-    Cut,
+    CloseConnection,
     Declined,
-    End,
+    EndRequest,
+    IncomingRequest,
     LiveRequests,
-    Tell,
+    TellNode,
     declined_as,
 )
 from tandem.server.api.node_rank import QUERY_SECONDS, NodePort, NodeRank
@@ -120,7 +120,7 @@ class NodeClient:
         fault_folder: see `fault_records.py`; None: nothing is kept.
         """
         self._requests = LiveRequests(len(ports), int(stall_timeout * SECOND), method, rooms_move)
-        self.last_steps = LastSteps(self._requests, fault_folder)
+        self.last_steps = EdgeLastSteps(self._requests, fault_folder)
         self.ranks = [
             NodeRank(
                 dp_rank,
@@ -218,7 +218,7 @@ class NodeClient:
         """
         generation = Generation()
         rows = zip(submits, names, routed or [None] * len(submits), strict=True)
-        arrivals = [Arrival(submit.request, group, dp_rank, request_id) for submit, group, dp_rank in rows]
+        arrivals = [IncomingRequest(submit.request, group, dp_rank, request_id) for submit, group, dp_rank in rows]
         self._submit(submits, arrivals, generation, is_canary=is_canary)
         try:
             yield generation
@@ -229,7 +229,7 @@ class NodeClient:
     def _submit(
         self,
         submits: Sequence[wire.Submit],
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[IncomingRequest],
         generation: Generation,
         *,
         is_canary: bool,
@@ -248,7 +248,7 @@ class NodeClient:
         self._idle.clear()
         self._set_timer()
 
-    def decline(self, arrivals: Sequence[Arrival], failure: Failure) -> None:
+    def decline(self, arrivals: Sequence[IncomingRequest], failure: Failure) -> None:
         """These were read, and are refused before they are anything to run: the nodes hear of that only."""
         self._do(self._requests.decline(arrivals, declined_as(failure), failure.message))
 
@@ -405,13 +405,13 @@ class NodeClient:
         """How many there were."""
         for action in actions:
             match action:
-                case Tell(dp_rank, event):
+                case TellNode(dp_rank, event):
                     self.ranks[dp_rank].port.send(event)
                 case commands.AnnounceDpRank():
                     self._announce(action)
-                case End(terminal):
+                case EndRequest(terminal):
                     self._end(terminal)
-                case Cut(client):
+                case CloseConnection(client):
                     self._generations[client].cut()
         self._set_timer()
         return len(actions)

@@ -24,7 +24,7 @@ from hmac import compare_digest, digest
 
 from tandem.core.values import SECOND, Nanos
 from tandem.membership import ClusterSecret
-from tandem.server.api.http_exchange import Answer, exchange
+from tandem.server.api.http_exchange import HttpResponse, exchange
 
 WRITE = "bootstrap-write"  # what the proof is for
 CHALLENGE_NS = 30 * SECOND
@@ -53,7 +53,7 @@ def signed_headers(secret: ClusterSecret, *, method: str, target: str, challenge
 
 async def signed_write(
     secret: ClusterSecret, host: str, port: int, *, method: str, target: str, body: bytes, timeout_s: float = 10.0
-) -> Answer:
+) -> HttpResponse:
     """Write to a bootstrap server: what a rank of another process, and a dispatcher, does. `host` is a number.
 
     Raises OSError and `ExchangeError`; a refusal is an answer.

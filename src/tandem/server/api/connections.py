@@ -57,7 +57,7 @@ def new_line() -> RepeatedLine:
 
 
 @dataclass(slots=True)
-class Bounds:
+class ConnectionBounds:
     """Of one port, with the connections that wait for a head. The first of them has waited longest."""
 
     max_connections: int = MAX_CONNECTIONS
@@ -108,12 +108,12 @@ def api_bounds(
     write_s: float = WRITE_SECONDS,
     fds_each: int = 1,
     refused: Callable[[float], object] = lambda waited: None,
-) -> Bounds:
+) -> ConnectionBounds:
     """For generation: a request is as long as its deadline says. fds_each: file descriptors that a request takes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     fds = 1 << 30 if soft == resource.RLIM_INFINITY else soft - SPARE_FDS
     most = max(16, min(MAX_API_CONNECTIONS, fds // fds_each))
-    return Bounds(
+    return ConnectionBounds(
         max_lingering=max(MAX_LINGERING, min(MAX_API_LINGERING, fds - most * fds_each)),
         max_connections=most,
         body_s=BODY_SECONDS,
@@ -138,7 +138,7 @@ def raise_fd_limit() -> None:
 class BoundedHttp1(Http1):
     """One connection."""
 
-    bounds: Bounds
+    bounds: ConnectionBounds
     _timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
     _is_refused = False

@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem.core.commands import FailRequest
-from tandem.server.api.live_requests import End, LiveRequests
+from tandem.server.api.live_requests import EndRequest, LiveRequests
 from tandem.server.fault_records import OURS
-from tandem.server.record_file import Machine
+from tandem.server.record_file import RecordedMachine
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
 FORMAT = 1
@@ -90,7 +90,7 @@ class EdgeRing:
 
     def _look_for_faults(self, name: str, actions: Sequence[object]) -> None:
         for action in actions:
-            if isinstance(action, End) and isinstance(action.terminal, FailRequest):
+            if isinstance(action, EndRequest) and isinstance(action.terminal, FailRequest):
                 request, cause = action.terminal.request, action.terminal.cause
                 if name == WAKE:
                     self._failed(f"the node kept silent of request {request}")
@@ -157,6 +157,6 @@ def decoded(raw: Raw, hint: Any) -> Any:
 METHODS: dict[str, Callable[..., object]] = {
     name: method for name, method in vars(LiveRequests).items() if hasattr(method, "__wrapped__")
 }
-EDGE: Machine[EdgeHead, Call, Returned] = Machine(
+EDGE: RecordedMachine[EdgeHead, Call, Returned] = RecordedMachine(
     "edge", EdgeHead, Call, Returned, first_step=lambda head: head.first_step, begin=begin
 )

@@ -55,7 +55,7 @@ class Problem(StrEnum):
 Code = Problem | Cause
 
 
-class Rule(Struct, frozen=True):
+class ErrorRule(Struct, frozen=True):
     """One row of the table."""
 
     status: int
@@ -64,113 +64,127 @@ class Rule(Struct, frozen=True):
     remedy: str  # what the reader should do
 
 
-RULES: dict[Code, Rule] = {
-    Problem.INVALID_JSON: Rule(400, False, "edge or router", "send a JSON object; the message names the position"),
-    Problem.INVALID_VALUE: Rule(400, False, "edge or router", "correct the field named in `param`"),
-    Problem.INVALID_COMBINATION: Rule(
+RULES: dict[Code, ErrorRule] = {
+    Problem.INVALID_JSON: ErrorRule(400, False, "edge or router", "send a JSON object; the message names the position"),
+    Problem.INVALID_VALUE: ErrorRule(400, False, "edge or router", "correct the field named in `param`"),
+    Problem.INVALID_COMBINATION: ErrorRule(
         400, False, "edge", "change one of the fields that `message` names: each is right by itself"
     ),
-    Problem.INVALID_GRAMMAR: Rule(
+    Problem.INVALID_GRAMMAR: ErrorRule(
         400,
         False,
         "edge",
         "correct the schema, expression or grammar in `param`; `message` says what is wrong and where",
     ),
-    Problem.REFUSED_BY_TEMPLATE: Rule(
+    Problem.REFUSED_BY_TEMPLATE: ErrorRule(
         400, False, "edge", "`message` is what the model's chat template says of these messages"
     ),
-    Problem.UNSUPPORTED: Rule(
+    Problem.UNSUPPORTED: ErrorRule(
         400, False, "edge or router", "leave out the field named in `param`; this server cannot do it"
     ),
-    Problem.NO_CHAT_TEMPLATE: Rule(
+    Problem.NO_CHAT_TEMPLATE: ErrorRule(
         400, False, "edge", "use /v1/completions, or add chat_template.jinja to the model directory"
     ),
-    Problem.MODEL_NOT_FOUND: Rule(404, False, "edge or router", "GET /v1/models lists the served model"),
-    Problem.WRONG_TASK: Rule(
+    Problem.MODEL_NOT_FOUND: ErrorRule(404, False, "edge or router", "GET /v1/models lists the served model"),
+    Problem.WRONG_TASK: ErrorRule(
         400, False, "edge or router", "send it to a server whose model is for that; `message` says what this one does"
     ),
-    Problem.NOT_FOUND: Rule(404, False, "edge or router", "GET /openapi.json lists the paths"),
-    Problem.RESPONSE_NOT_FOUND: Rule(
+    Problem.NOT_FOUND: ErrorRule(404, False, "edge or router", "GET /openapi.json lists the paths"),
+    Problem.RESPONSE_NOT_FOUND: ErrorRule(
         404,
         False,
         "edge or router",
         "it was not stored, was deleted, made with another key, or had to go (--max-stored-responses): send all items",
     ),
-    Problem.HOST_NOT_ALLOWED: Rule(
+    Problem.HOST_NOT_ALLOWED: ErrorRule(
         400, False, "edge", "name a prefill on this machine, or in a network of --disaggregation-allow"
     ),
-    Problem.METHOD_NOT_ALLOWED: Rule(405, False, "edge or router", "GET /openapi.json lists the methods of each path"),
-    Problem.UNAUTHORIZED: Rule(401, False, "edge or router", "send `Authorization: Bearer KEY`, or `x-api-key: KEY`"),
-    Problem.UNSIGNED: Rule(401, False, "bootstrap", "sign writes with the cluster secret (--cluster-secret-file)"),
-    Problem.FORBIDDEN: Rule(
+    Problem.METHOD_NOT_ALLOWED: ErrorRule(
+        405, False, "edge or router", "GET /openapi.json lists the methods of each path"
+    ),
+    Problem.UNAUTHORIZED: ErrorRule(
+        401, False, "edge or router", "send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
+    ),
+    Problem.UNSIGNED: ErrorRule(401, False, "bootstrap", "sign writes with the cluster secret (--cluster-secret-file)"),
+    Problem.FORBIDDEN: ErrorRule(
         403,
         False,
         "edge or router",
         "debug endpoints answer on the server's own machine only; /debug/faults needs --enable-fault-injection",
     ),
-    Problem.MALFORMED_REQUEST: Rule(
+    Problem.MALFORMED_REQUEST: ErrorRule(
         400, False, "edge or router", "send a plain path and one well-formed Host; see `message`"
     ),
-    Problem.UNKNOWN_HOST: Rule(
+    Problem.UNKNOWN_HOST: ErrorRule(
         403,
         False,
         "edge or router",
         "ask for localhost or a number, name the host with --allowed-host, or set --api-key",
     ),
-    Problem.CROSS_SITE: Rule(
+    Problem.CROSS_SITE: ErrorRule(
         403, False, "edge or router", "set --api-key, or name the page's origin with --allowed-origins"
     ),
-    Problem.HEAD_TOO_LARGE: Rule(431, False, "edge or router", "send fewer or shorter headers, and a shorter path"),
-    Problem.BODY_TOO_LARGE: Rule(413, False, "edge or router", "send a smaller body"),
-    Problem.DUPLICATE_RID: Rule(409, False, "edge", "use another `rid`, or wait until the first one has ended"),
-    Problem.NOT_READY: Rule(503, True, "edge or router", "wait until /ready answers 200"),
-    Problem.BUSY: Rule(503, True, "edge or router", "wait as long as `Retry-After` says, or use another server"),
-    Problem.NODE_SILENT: Rule(503, True, "edge", "a process of the server does not answer; see its log"),
-    Problem.NO_LIVE_PAIR: Rule(503, True, "router", "start the missing worker: the router finds it by itself"),
-    Problem.WORKER_UNREACHABLE: Rule(
+    Problem.HEAD_TOO_LARGE: ErrorRule(
+        431, False, "edge or router", "send fewer or shorter headers, and a shorter path"
+    ),
+    Problem.BODY_TOO_LARGE: ErrorRule(413, False, "edge or router", "send a smaller body"),
+    Problem.DUPLICATE_RID: ErrorRule(409, False, "edge", "use another `rid`, or wait until the first one has ended"),
+    Problem.NOT_READY: ErrorRule(503, True, "edge or router", "wait until /ready answers 200"),
+    Problem.BUSY: ErrorRule(503, True, "edge or router", "wait as long as `Retry-After` says, or use another server"),
+    Problem.NODE_SILENT: ErrorRule(503, True, "edge", "a process of the server does not answer; see its log"),
+    Problem.NO_LIVE_PAIR: ErrorRule(503, True, "router", "start the missing worker: the router finds it by itself"),
+    Problem.WORKER_UNREACHABLE: ErrorRule(
         502, True, "router", "`message` names a server that does not listen: is it running?"
     ),
-    Problem.CONNECTION_LOST: Rule(502, True, "router", "`message` names a server that went away: see its log"),
-    Problem.INTERNAL: Rule(500, True, "edge or router", "a bug: report it with the request id and the server's log"),
-    Cause.ABORTED: Rule(499, False, "node", "nothing: the client left, or an operator ended the request"),
-    Cause.DEADLINE_EXCEEDED: Rule(504, True, "node", "`stage` says what it waited for; allow more time by `timeout`"),
-    Cause.CONTEXT_LENGTH_EXCEEDED: Rule(400, False, "edge or node", "shorten the prompt"),
-    Cause.QUEUE_FULL: Rule(503, True, "node", "try again later or on another server (--max-queued-requests)"),
-    Cause.DUPLICATE_ROOM: Rule(409, False, "node", "draw a new `bootstrap_room` for every prompt and attempt"),
-    Cause.DRAINING: Rule(503, True, "edge or node", "the server is shutting down: use another one"),
-    Cause.OUT_OF_PAGES: Rule(
+    Problem.CONNECTION_LOST: ErrorRule(502, True, "router", "`message` names a server that went away: see its log"),
+    Problem.INTERNAL: ErrorRule(
+        500, True, "edge or router", "a bug: report it with the request id and the server's log"
+    ),
+    Cause.ABORTED: ErrorRule(499, False, "node", "nothing: the client left, or an operator ended the request"),
+    Cause.DEADLINE_EXCEEDED: ErrorRule(
+        504, True, "node", "`stage` says what it waited for; allow more time by `timeout`"
+    ),
+    Cause.CONTEXT_LENGTH_EXCEEDED: ErrorRule(400, False, "edge or node", "shorten the prompt"),
+    Cause.QUEUE_FULL: ErrorRule(503, True, "node", "try again later or on another server (--max-queued-requests)"),
+    Cause.DUPLICATE_ROOM: ErrorRule(409, False, "node", "draw a new `bootstrap_room` for every prompt and attempt"),
+    Cause.DRAINING: ErrorRule(503, True, "edge or node", "the server is shutting down: use another one"),
+    Cause.OUT_OF_PAGES: ErrorRule(
         413, False, "node", "shorten prompt or output, or raise --max-total-tokens: the KV pool is too small for it"
     ),
-    Cause.PEER_LOST: Rule(502, True, "node", "try again: the other half went away"),
-    Cause.PEER_UNKNOWN: Rule(
+    Cause.PEER_LOST: ErrorRule(502, True, "node", "try again: the other half went away"),
+    Cause.PEER_UNKNOWN: ErrorRule(
         502, True, "node", "check `bootstrap_host` and `bootstrap_port`: no prefill answers there"
     ),
-    Cause.PEER_ABORTED: Rule(502, True, "node", "try again: the other half gave up, `message` says why"),
-    Cause.ROUTE_CONFLICT: Rule(
+    Cause.PEER_ABORTED: ErrorRule(502, True, "node", "try again: the other half gave up, `message` says why"),
+    Cause.ROUTE_CONFLICT: ErrorRule(
         400, False, "node", "route the request to the DP rank that it names, or that its room implies; see `message`"
     ),
-    Cause.BOOTSTRAP_TIMEOUT: Rule(504, True, "node", "decode is overloaded or gone; add decode servers, or try again"),
-    Cause.WAITING_TIMEOUT: Rule(504, True, "node", "prefill is overloaded or stuck; add prefill servers, or try again"),
-    Cause.LAYOUT_MISMATCH: Rule(
+    Cause.BOOTSTRAP_TIMEOUT: ErrorRule(
+        504, True, "node", "decode is overloaded or gone; add decode servers, or try again"
+    ),
+    Cause.WAITING_TIMEOUT: ErrorRule(
+        504, True, "node", "prefill is overloaded or stuck; add prefill servers, or try again"
+    ),
+    Cause.LAYOUT_MISMATCH: ErrorRule(
         502,
         True,
         "node",
         "run both halves with the same model, dtype and page size; `message` names the difference",
     ),
-    Cause.LEASE_EXPIRED: Rule(502, True, "node", "try again: the pages were given back before they were read"),
-    Cause.CORRUPT_PAGES: Rule(
+    Cause.LEASE_EXPIRED: ErrorRule(502, True, "node", "try again: the pages were given back before they were read"),
+    Cause.CORRUPT_PAGES: ErrorRule(
         502, True, "node", "try again; if it returns, suspect memory or network of the two hosts"
     ),
-    Cause.TRANSFER_FAILED: Rule(502, True, "node", "try again; `message` names the worker"),
-    Cause.PROTOCOL: Rule(502, True, "node", "run the same version on both halves"),
-    Cause.INVALID_LOGITS: Rule(
+    Cause.TRANSFER_FAILED: ErrorRule(502, True, "node", "try again; `message` names the worker"),
+    Cause.PROTOCOL: ErrorRule(502, True, "node", "run the same version on both halves"),
+    Cause.INVALID_LOGITS: ErrorRule(
         500,
         False,
         "worker",
         "no finite numbers: check weights and dtype; or a grammar too complex to follow: simplify it",
     ),
-    Cause.WORKER_LOST: Rule(503, True, "node", "the engine process ended; see the server's log"),
-    Cause.ENGINE_FAILED: Rule(500, True, "node", "the forward pass of its batch raised; see the server's log"),
+    Cause.WORKER_LOST: ErrorRule(503, True, "node", "the engine process ended; see the server's log"),
+    Cause.ENGINE_FAILED: ErrorRule(500, True, "node", "the forward pass of its batch raised; see the server's log"),
 }
 
 TYPES = {

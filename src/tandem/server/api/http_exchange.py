@@ -21,7 +21,7 @@ class ExchangeError(Exception):
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpResponse:
     status: int = 0
     body: bytes = b""
     headers: Mapping[bytes, bytes] = field(
@@ -33,7 +33,7 @@ class Answer:
 class _Reader:
     """What the parser calls. It gets all bytes in order, whatever the answer says of its own length."""
 
-    answer: Answer | None = None
+    answer: HttpResponse | None = None
     error: str = ""
     parser: httptools.HttpResponseParser = field(init=False)
     _body: list[bytes] = field(default_factory=list)
@@ -53,7 +53,7 @@ class _Reader:
     def on_message_complete(self) -> None:
         status = self.parser.get_status_code()
         if status >= 200 and self.answer is None:
-            self.answer = Answer(status, b"".join(self._body), self._headers)
+            self.answer = HttpResponse(status, b"".join(self._body), self._headers)
 
 
 async def exchange(
@@ -66,7 +66,7 @@ async def exchange(
     headers: Mapping[str, str] | None = None,
     timeout_s: float,
     connect_s: float | None = None,
-) -> Answer:
+) -> HttpResponse:
     """Ask `host`, a number. Raises OSError (not there, TimeoutError too) and ExchangeError."""
     async with asyncio.timeout(timeout_s):
         async with asyncio.timeout(connect_s):
@@ -78,7 +78,7 @@ async def exchange(
             writer.transport.abort()
 
 
-async def _read(reader: asyncio.StreamReader) -> Answer:
+async def _read(reader: asyncio.StreamReader) -> HttpResponse:
     found, num_bytes = _Reader(), 0
     while found.answer is None:
         data = await reader.read(READ_BYTES)

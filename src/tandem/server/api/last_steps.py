@@ -16,7 +16,7 @@ from tandem.server.fault_records import FaultRecords
 logger = logging.getLogger("tandem.api")
 
 
-class LastSteps:
+class EdgeLastSteps:
     """folder: None: nothing is kept, and nothing written."""
 
     def __init__(self, requests: LiveRequests, folder: Path | None) -> None:

@@ -7,9 +7,9 @@ until when its node must have spoken:
     after a token            the stall timeout, and the same grace
     once told to end         the stall timeout, or what was left if that is less; tokens that still come change nothing
 
-It ends, with one `End`, by the first of: its node's terminal message, the loss of that node, or that moment. What comes
-later changes nothing. Whatever ends without its node leaves nobody waiting: the node is told to abort it, and whoever
-looks for its room is told by a rank that is left that there is nothing.
+It ends, with one `EndRequest`, by the first of: its node's terminal message, the loss of that node, or that moment.
+What comes later changes nothing. Whatever ends without its node leaves nobody waiting: the node is told to abort it,
+and whoever looks for its room is told by a rank that is left that there is nothing.
 
 The shell around it owns connections, tokens, text and timers. Of tokens it says for whom they came, of a stop string
 that it was found, of a client that it has left, or that it takes nothing (`blocked`, `reads`): who does that for longer
@@ -41,7 +41,7 @@ LOADING = "the model is still being loaded"
 ClientId = NewType("ClientId", int)  # one HTTP request, with all of its samples
 
 
-class Arrival(Struct, frozen=True):
+class IncomingRequest(Struct, frozen=True):
     """One sample of a client's request, valid in itself."""
 
     request: Request
@@ -50,26 +50,26 @@ class Arrival(Struct, frozen=True):
     request_id: str = ""  # of the client's request: the same each time that a router tries it
 
 
-class Tell(Struct, frozen=True):
+class TellNode(Struct, frozen=True):
     """To the node of this rank."""
 
     dp_rank: int
     event: RequestRefused | AbortRequested | StopMatched | DrainRequested
 
 
-class End(Struct, frozen=True):
+class EndRequest(Struct, frozen=True):
     """The one terminal of a request that was submitted."""
 
     terminal: FinishRequest | FailRequest
 
 
-class Cut(Struct, frozen=True):
+class CloseConnection(Struct, frozen=True):
     """It takes nothing: its connection is closed without a word. What runs for it is being aborted."""
 
     client: ClientId
 
 
-Action = Tell | AnnounceDpRank | End | Cut
+Action = TellNode | AnnounceDpRank | EndRequest | CloseConnection
 
 
 class Placed(Struct, frozen=True):
@@ -144,7 +144,7 @@ class LiveRank:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """From `submit` to `End`."""
+    """From `submit` to `EndRequest`."""
 
     request: Request
     dp_rank: int
@@ -259,12 +259,12 @@ class LiveRequests:
         if self.is_draining:
             return []
         self.is_draining = True
-        return [Tell(dp_rank, DrainRequested()) for dp_rank in range(self.num_ranks)]
+        return [TellNode(dp_rank, DrainRequested()) for dp_rank in range(self.num_ranks)]
 
     # requests
 
     @recorded
-    def submit(self, arrivals: Sequence[Arrival], now: Nanos, *, is_canary: bool = False) -> Placed | Declined:
+    def submit(self, arrivals: Sequence[IncomingRequest], now: Nanos, *, is_canary: bool = False) -> Placed | Declined:
         """All samples of one client, or none. A canary, which is a probe's and no user's, takes any rank."""
         absence = self.absence()
         if absence is not None:
@@ -286,7 +286,7 @@ class LiveRequests:
         return Placed(client, tuple(ranks), tuple(ended))
 
     @recorded
-    def decline(self, arrivals: Sequence[Arrival], cause: Cause, reason: str) -> list[Action]:
+    def decline(self, arrivals: Sequence[IncomingRequest], cause: Cause, reason: str) -> list[Action]:
         """None of them is taken. The other half of a request must not wait for one that never was."""
         if self.absence() is not None:
             return []
@@ -300,7 +300,8 @@ class LiveRequests:
     def withdraw(self, client: ClientId, taken: Sequence[int], cause: Cause | None, reason: str = "") -> list[Action]:
         """What was just placed could not be given to all nodes; those of the ranks in `taken` have their share.
 
-        None of it has an `End`: whoever submitted it knows. cause: what other halves hear; None: it cannot be said.
+        None of it has an `EndRequest`: whoever submitted it knows. cause: what other halves hear; None: it cannot be
+        said.
         """
         has_it = frozenset(taken)
         mine = [self._live[request] for request in self._clients[client]]
@@ -308,7 +309,7 @@ class LiveRequests:
         for live in mine:
             self._forget(live)
             if live.dp_rank in has_it:
-                actions.append(Tell(live.dp_rank, AbortRequested(live.request.id)))
+                actions.append(TellNode(live.dp_rank, AbortRequested(live.request.id)))
         if cause is not None:
             closed = [self._close_room(live.request, live.dp_rank, cause, reason) for live in mine]
             actions += [action for each in closed for action in each]
@@ -344,21 +345,21 @@ class LiveRequests:
 
     @recorded
     def stop(self, request: RequestId, now: Nanos) -> list[Action]:
-        """Its text is complete: a stop string was found. Its `End` still comes."""
+        """Its text is complete: a stop string was found. Its `EndRequest` still comes."""
         live = self._live.get(request)
         if live is None or live.is_told:
             return []
         self._hurry(live, now)
-        return [Tell(live.dp_rank, StopMatched(request))]
+        return [TellNode(live.dp_rank, StopMatched(request))]
 
     @recorded
     def abort(self, request: RequestId, now: Nanos, cause: Cause = Cause.ABORTED) -> list[Action]:
-        """Nobody wants it any more. Its `End` still comes. Empty if it was told to end before."""
+        """Nobody wants it any more. Its `EndRequest` still comes. Empty if it was told to end before."""
         live = self._live.get(request)
         if live is None or live.is_told:
             return []
         self._hurry(live, now)
-        return [Tell(live.dp_rank, AbortRequested(request, cause))]
+        return [TellNode(live.dp_rank, AbortRequested(request, cause))]
 
     @recorded
     def abort_named(self, name: str, now: Nanos) -> list[Action]:
@@ -400,10 +401,10 @@ class LiveRequests:
             return []  # it looked earlier than it had to
         actions: list[Action] = []
         for client in [client for client, since in self._blocked.items() if since + self.stall_ns <= now]:
-            actions += [Cut(client), *self.leave(client, now)]
+            actions += [CloseConnection(client), *self.leave(client, now)]
         for live in [live for live in self._live.values() if live.give_up_at <= now]:
             request, cause = live.request.id, Cause.DEADLINE_EXCEEDED
-            actions.append(Tell(live.dp_rank, AbortRequested(request, cause)))
+            actions.append(TellNode(live.dp_rank, AbortRequested(request, cause)))
             actions += self._end(live, FailRequest(request, cause, "node", "the node kept silent"))
         self.wake_at = self._next_look(now)
         return actions
@@ -415,7 +416,7 @@ class LiveRequests:
 
     # inside
 
-    def _begin(self, arrival: Arrival, dp_rank: int, client: ClientId, now: Nanos, *, is_canary: bool) -> None:
+    def _begin(self, arrival: IncomingRequest, dp_rank: int, client: ClientId, now: Nanos, *, is_canary: bool) -> None:
         request = arrival.request
         give_up_at = Nanos(now + request.timeout_ns + SILENCE_GRACE_NS)
         live = LiveRequest(request, dp_rank, arrival.names, arrival.request_id, client, give_up_at, is_canary)
@@ -439,7 +440,7 @@ class LiveRequests:
 
     def _end(self, live: LiveRequest, terminal: FinishRequest | FailRequest) -> list[Action]:
         self._forget(live)
-        return [End(terminal)]
+        return [EndRequest(terminal)]
 
     def _forget(self, live: LiveRequest) -> None:
         del self._live[live.request.id]
@@ -455,7 +456,7 @@ class LiveRequests:
         if live.request.room is not None:
             drop(self._in_rooms, live.request.room, live.request.id)
 
-    def _name_in_use(self, arrivals: Sequence[Arrival]) -> Failure | None:
+    def _name_in_use(self, arrivals: Sequence[IncomingRequest]) -> Failure | None:
         """Not by one that has been told to end, or is about to be (`_tried_before`)."""
         for arrival in arrivals:
             tried_before = {live.request.id for live in self._tried_before(arrival)}
@@ -466,12 +467,12 @@ class LiveRequests:
                     return Failure(Problem.DUPLICATE_RID, reason, "rid")
         return None
 
-    def _tried_before(self, arrival: Arrival) -> list[LiveRequest]:
+    def _tried_before(self, arrival: IncomingRequest) -> list[LiveRequest]:
         """A router tries it again, and we do not know yet that it has given up: its connection broke without a word."""
         named = {request: None for name in arrival.names for request in self._named.get(name, ())}
         return [live for live in map(self._live.__getitem__, named) if arrival.request_id == live.request_id != ""]
 
-    def _room_in_use(self, arrivals: Sequence[Arrival], ranks: Sequence[int]) -> Failure | None:
+    def _room_in_use(self, arrivals: Sequence[IncomingRequest], ranks: Sequence[int]) -> Failure | None:
         """On another rank; its own one sees for itself. Decode must not be led from a request that runs to this one."""
         for arrival, dp_rank in zip(arrivals, ranks, strict=True):
             there = self._in_rooms.get(arrival.request.room, ()) if arrival.request.room is not None else ()
@@ -479,7 +480,7 @@ class LiveRequests:
                 return Failure(Cause.DUPLICATE_ROOM, f"room {arrival.request.room} is in use", "bootstrap_room")
         return None
 
-    def _ranks_for(self, arrivals: Sequence[Arrival], *, is_canary: bool) -> list[int] | Failure:
+    def _ranks_for(self, arrivals: Sequence[IncomingRequest], *, is_canary: bool) -> list[int] | Failure:
         """A failure changes nothing."""
         # Where in every rank something hangs, each still gets its own: it may go on.
         is_any_active = any(rank.is_active for rank in self.ranks)
@@ -499,7 +500,7 @@ class LiveRequests:
         self._next_rank = loads.next_rank
         return found
 
-    def _refusal_of(self, chosen: Refused, arrival: Arrival) -> Failure:
+    def _refusal_of(self, chosen: Refused, arrival: IncomingRequest) -> Failure:
         """A rank that never will be is the user's mistake; one that is not there now is ours."""
         if chosen.reason == NO_ROOM:
             return Failure(Problem.INVALID_VALUE, f"bootstrap_room: {chosen.reason}", "bootstrap_room")
@@ -510,7 +511,7 @@ class LiveRequests:
     def _is_usable(self, rank: LiveRank, is_any_active: bool) -> bool:
         return rank.is_active if is_any_active else rank.is_there
 
-    def _ranks_that_would_have(self, arrivals: Sequence[Arrival]) -> list[int]:
+    def _ranks_that_would_have(self, arrivals: Sequence[IncomingRequest]) -> list[int]:
         """Where the other half of each looks for it. Takes no turn of the round robin."""
         turn = self._next_rank
         found = [self._ranks_for([arrival], is_canary=False) for arrival in arrivals]
@@ -518,7 +519,7 @@ class LiveRequests:
         anybody = next(number for number, rank in enumerate(self.ranks) if rank.is_there)
         return [anybody if isinstance(ranks, Failure) else ranks[0] for ranks in found]
 
-    def _declined(self, arrivals: Sequence[Arrival], failure: Failure) -> Declined:
+    def _declined(self, arrivals: Sequence[IncomingRequest], failure: Failure) -> Declined:
         return Declined(failure, tuple(self.decline(arrivals, declined_as(failure), failure.message)))
 
     def _close_room(self, request: Request, dp_rank: int, cause: Cause, reason: str) -> list[Action]:
@@ -527,7 +528,7 @@ class LiveRequests:
         if request.room is None or any(other != request.id for other in self._in_rooms.get(request.room, ())):
             return []
         bare = structs.replace(request, page_hashes=())  # it has no page, and may be of any length
-        told: list[Action] = [Tell(dp_rank, RequestRefused(bare, cause, reason))]
+        told: list[Action] = [TellNode(dp_rank, RequestRefused(bare, cause, reason))]
         prefill = self.ranks[dp_rank].prefill
         if request.peer is None and prefill is not None and dp_rank < prefill.dp_size > 1:
             found = settle(RequestFacts(request.room, request.dp_rank_hint), prefill, actual=dp_rank)

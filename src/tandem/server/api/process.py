@@ -47,7 +47,7 @@ from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
 from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
-from tandem.server.api.connections import Bounds, api_bounds, raise_fd_limit
+from tandem.server.api.connections import ConnectionBounds, api_bounds, raise_fd_limit
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.gathering import Gathering
 from tandem.server.api.hosts import Hosts
@@ -155,7 +155,7 @@ class ApiProcess:
             if self._listeners.bootstrap is not None:
                 guard = WriteGuard(secret, monotonic_now)
                 server = BootstrapServer(self._registry, guard)
-                self._open(server.app(), self._listeners.bootstrap, Bounds())
+                self._open(server.app(), self._listeners.bootstrap, ConnectionBounds())
             digest_secret = None if secret is None else secret.key("prompt digest")
             app = build_app(
                 self._config, self._client, model, tokenizer, digest_secret=digest_secret, tracing=self._tracing
@@ -275,13 +275,13 @@ class ApiProcess:
         await self._hosts.close(self._farewell)
         self._tracing.close()
 
-    def _bounds(self) -> Bounds:
+    def _bounds(self) -> ConnectionBounds:
         """More requests than all nodes may hold would be refused by them, once their bodies were read and parsed."""
         config = self._config
         held = config.dp_size * (config.max_running_requests + config.max_queued_requests)
         return api_bounds(max_requests=held, write_s=config.stall_timeout)
 
-    def _open(self, app: ASGIApp, listener: socket.socket, bounds: Bounds) -> None:
+    def _open(self, app: ASGIApp, listener: socket.socket, bounds: ConnectionBounds) -> None:
         server = QuietServer(app, bounds, drain_seconds=FLUSH_S)
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         task.add_done_callback(partial(self._task_ended, "HTTP server"))

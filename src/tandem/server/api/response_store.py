@@ -56,7 +56,7 @@ class Kept:
     turn: Turn
 
 
-class Conversation:
+class PendingResponse:
     """One request on its way: whose it is, what it says, and what it goes on from."""
 
     def __init__(self, store: "ResponseStore", owner: str) -> None:
@@ -91,7 +91,7 @@ class Conversation:
     def keep(self, document: bytes) -> None:
         """In any thread. The answer, unless it has failed or is not to be kept. Raises msgspec's errors for one that is
         none."""
-        answer = msgspec.json.decode(document, type=Answer)
+        answer = msgspec.json.decode(document, type=ResponseBody)
         if not answer.store or answer.status not in ("completed", "incomplete"):
             return
         msgspec.json.decode(answer.output, type=list[Item])  # or it is no list that can be shown or gone on from
@@ -105,7 +105,7 @@ class Item(Struct, frozen=True):
     id: str
 
 
-class Answer(Struct, frozen=True):
+class ResponseBody(Struct, frozen=True):
     """What of a response's document matters here."""
 
     id: str

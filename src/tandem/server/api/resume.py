@@ -2,7 +2,7 @@
 
     router -> both halves   head `x-tandem-resume`: tell me, if this stream can be resumed
     decode -> router        head `x-tandem-resumable`: the body comes in frames
-    frame                   one line of JSON (`Frame`), then so many bytes of the answer as it says
+    frame                   one line of JSON (`ResumeFrame`), then so many bytes of the answer as it says
     router -> the next pair `tandem_resume` in the body (`Resume`): all that the frames have told
 
 A frame counts when all of it has come: the client gets its bytes then, and the router keeps its tokens. So what a
@@ -53,7 +53,7 @@ class Opening(Struct, frozen=True):
     host_tokens: Count = 0
 
 
-class Frame(Struct, frozen=True, omit_defaults=True):
+class ResumeFrame(Struct, frozen=True, omit_defaults=True):
     """The head of one."""
 
     size: int  # bytes of the answer that follow
@@ -130,7 +130,7 @@ def groups_of(resume: Resume, proofs: Proofs) -> tuple[list[int], ...] | None:
     return tuple(groups) if hmac.compare_digest(proofs.last, resume.proof) else None
 
 
-def encode_frame(frame: Frame, data: bytes) -> bytes:
+def encode_frame(frame: ResumeFrame, data: bytes) -> bytes:
     return msgspec.json.encode(frame) + b"\n" + data
 
 
@@ -139,21 +139,21 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._held = bytearray()
-        self._head: Frame | None = None
+        self._head: ResumeFrame | None = None
 
-    def feed(self, piece: bytes) -> Iterator[tuple[Frame, bytes]]:
+    def feed(self, piece: bytes) -> Iterator[tuple[ResumeFrame, bytes]]:
         """Those that are whole now. Raises ValueError for what is none."""
         self._held += piece
         while (found := self._take()) is not None:
             yield found
 
-    def _take(self) -> tuple[Frame, bytes] | None:
+    def _take(self) -> tuple[ResumeFrame, bytes] | None:
         if self._head is None:
             end = self._held.find(b"\n")
             if end < 0 and len(self._held) <= MAX_HEAD_BYTES:
                 return None
             try:
-                self._head = msgspec.json.decode(bytes(self._held[: max(end, 0)]), type=Frame)
+                self._head = msgspec.json.decode(bytes(self._held[: max(end, 0)]), type=ResumeFrame)
             except msgspec.DecodeError as error:  # of old versions it is no ValueError
                 raise ValueError(f"no frame: {error}") from error
             if not 0 <= self._head.size <= MAX_FRAME_BYTES or len(self._head.ids) % ID_BYTES:
@@ -176,7 +176,7 @@ class Told:
     ids: bytearray = field(default_factory=bytearray)
     sizes: array = field(default_factory=lambda: array("i"))
 
-    def add(self, frame: Frame) -> None:
+    def add(self, frame: ResumeFrame) -> None:
         """All of it has come, and the client gets its bytes."""
         self.opening = self.opening or frame.opening
         if frame.ids:

@@ -8,13 +8,13 @@ from msgspec import structs
 
 from tandem.core.values import Cause
 from tandem.server.api.errors import RULES, Failure, invalid
-from tandem.server.api.resume import FIELD, Frame, Opening, Proofs, Resume, Said, encode_frame, groups_of
+from tandem.server.api.resume import FIELD, Opening, Proofs, Resume, ResumeFrame, Said, encode_frame, groups_of
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import ModelLimits, SampleRequest, sampling_bytes
 
 
-class Sample(Protocol):
+class ToldSample(Protocol):
     """What of a sample is told."""
 
     tokens: list[int]
@@ -59,7 +59,7 @@ class Teller:
                 self._proofs.add(array("i", group).tobytes())
             self._num_told = len(said.tokens)
 
-    def frame(self, sample: Sample, data: bytes, *, is_last: bool) -> bytes:
+    def frame(self, sample: ToldSample, data: bytes, *, is_last: bool) -> bytes:
         """Of these bytes of the answer, and of the tokens from which they were made; nothing for nothing."""
         new = sample.tokens[self._num_told :]
         if not new and not data and not is_last:
@@ -72,13 +72,13 @@ class Teller:
         self._num_told += len(new)
         ids = array("i", new).tobytes()
         proof = self._proofs.add(ids) if ids else b""
-        return encode_frame(Frame(len(data), ids, proof, opening, is_last), data)
+        return encode_frame(ResumeFrame(len(data), ids, proof, opening, is_last), data)
 
     def last_frame(self, data: bytes, failure: Failure) -> bytes:
         """Of a stream that ends with an error. Who has had no token in all its time does not get some elsewhere."""
         may_go_on = RULES[failure.code].retryable and failure.code is not Cause.DEADLINE_EXCEEDED
         gives_up = failure.message or failure.code.value
-        return encode_frame(Frame(len(data), is_last=True, gives_up=gives_up if may_go_on else ""), data)
+        return encode_frame(ResumeFrame(len(data), is_last=True, gives_up=gives_up if may_go_on else ""), data)
 
     def _begin(self) -> Proofs:
         return proofs_of(self._ask, self._opening, self._key)

@@ -63,7 +63,7 @@ logger = logging.getLogger("tandem.hosts")
 
 
 @dataclass(slots=True)
-class Workers:
+class HostWorkers:
     """Of one life of a replica, those on this host."""
 
     incarnation_id: str
@@ -94,7 +94,7 @@ class Follower:
         self._model_dir = model_dir
         self._secret = secret
         self._fields = fields_of(config, model_dir)
-        self._replicas: dict[int, Workers] = {}  # by DP rank
+        self._replicas: dict[int, HostWorkers] = {}  # by DP rank
         self._connection: HostConnection[ToFollower] | None = None  # once it is welcome
         self._is_leaving = False
         beats = heartbeat()
@@ -235,7 +235,7 @@ class Follower:
                 meeting = ours.enter_context(socket.create_server((host, 0), family=family))
                 group = (host, int(meeting.getsockname()[1]))
             launch = self._launch(start, group, own)
-            workers = self._replicas[start.dp_rank] = Workers(start.incarnation.id)
+            workers = self._replicas[start.dp_rank] = HostWorkers(start.incarnation.id)
             for place in start.places:
                 rank = ranks[place.shard]
                 made = group if meeting is not None and start.spans_hosts else ("", 0)

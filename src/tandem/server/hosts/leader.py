@@ -31,12 +31,12 @@ from tandem.server.hosts.messages import (
     Here,
     Join,
     Leaving,
-    Place,
     Start,
     ToLeader,
     Welcome,
     WorkerHere,
     WorkerLost,
+    WorkerTicket,
 )
 from tandem.server.node.settings import heartbeat
 from tandem.server.processes import Elsewhere
@@ -183,7 +183,7 @@ class Leader:
                         group = (own, int(meeting.getsockname()[1]))
                     continue
                 host, port = group or ("", 0)
-                places = tuple(Place(rank.shard, secrets.token_bytes(TICKET_BYTES)) for rank in ranks)
+                places = tuple(WorkerTicket(rank.shard, secrets.token_bytes(TICKET_BYTES)) for rank in ranks)
                 start = Start(dp_rank, incarnation, places, spans_hosts, host, port)
                 for place, channel in zip(places, await self._start(node_rank, start), strict=True):
                     undo.enter_context(channel.sock)

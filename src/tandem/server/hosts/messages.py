@@ -56,7 +56,7 @@ class Refused(Struct, frozen=True, tag=True):
     is_final: bool
 
 
-class Place(Struct, frozen=True):
+class WorkerTicket(Struct, frozen=True):
     """A worker that is to be started, and the word by which its connection is known."""
 
     shard: ShardNumber
@@ -68,7 +68,7 @@ class Start(Struct, frozen=True, tag=True):
 
     dp_rank: DpRank
     incarnation: Incarnation
-    places: Annotated[tuple[Place, ...], Meta(max_length=MAX_SHARDS)]
+    places: Annotated[tuple[WorkerTicket, ...], Meta(max_length=MAX_SHARDS)]
     spans_hosts: bool  # the workers of this replica, or those that step together with them, are on several hosts
     group_host: HostText = ""  # where they meet; empty where the first of these makes the place
     group_port: Port = 0

@@ -16,7 +16,7 @@ MAX_VOUCHERS = 64  # of one endpoint
 
 
 @dataclass(slots=True)
-class Candidate:
+class CandidateEndpoint:
     vouchers: set[Voucher] = field(default_factory=set[Voucher])
     has_more_vouchers: bool = False  # than are remembered: it is never without one
     is_proven: bool = False  # the one that was meant has answered there
@@ -24,7 +24,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class Candidates:
-    _found: dict[Endpoint, Candidate] = field(default_factory=dict[Endpoint, Candidate])
+    _found: dict[Endpoint, CandidateEndpoint] = field(default_factory=dict[Endpoint, CandidateEndpoint])
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -40,7 +40,7 @@ class Candidates:
             self.withdraw(voucher)
         if endpoint not in self._found and not self._has_room():
             return
-        candidate = self._found.setdefault(endpoint, Candidate())
+        candidate = self._found.setdefault(endpoint, CandidateEndpoint())
         if len(candidate.vouchers) < MAX_VOUCHERS:
             candidate.vouchers.add(voucher)
         else:

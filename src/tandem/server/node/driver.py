@@ -17,7 +17,7 @@ from tandem.server import wire
 from tandem.server.channel import PolledChannel
 from tandem.server.node.dispatch import Siblings, dispatch
 from tandem.server.node.injection import FailedTransfers
-from tandem.server.node.local_peer import LocalPeer, Poller
+from tandem.server.node.local_peer import LocalPeer, SelectorPoller
 from tandem.server.node.peers import Peers
 from tandem.server.node.workers import Engines, Workers
 
@@ -38,7 +38,7 @@ class Inbox:
     def __init__(
         self,
         *,
-        poller: Poller,
+        poller: SelectorPoller,
         api: PolledChannel[wire.ApiToNode],
         ranks: Sequence[Rank],
         workers: Sequence[PolledChannel[wire.WorkerToNode]],

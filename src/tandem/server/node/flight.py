@@ -28,8 +28,8 @@ from tandem.server.node.without_tokens import command_without_tokens, event_with
 from tandem.server.record_file import (
     BrokenRecord,
     Difference,
-    Frames,
     NothingWritten,
+    RecordFrames,
     Replay,
     StepRaised,
     same_bytes,
@@ -150,12 +150,12 @@ class FlightRecorder:
         self._written += len(self._scratch)
 
 
-class Segment:
+class FlightSegment:
     """One file of a record, read in order. Raises BrokenRecord if it does not begin as one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.frames = Frames[Frame](path, msgspec.msgpack.Decoder(Frame))
+        self.frames = RecordFrames[Frame](path, msgspec.msgpack.Decoder(Frame))
         self._ends_in_a_step = False  # known at the end
         head = next(self.frames, None)
         if head is None:
@@ -169,7 +169,7 @@ class Segment:
         """Known at the end: the process was killed while it wrote, or its last step raised."""
         return self.frames.is_cut or self._ends_in_a_step
 
-    def steps(self, node: Node) -> Iterator["Step"]:
+    def steps(self, node: Node) -> Iterator["ReplayedStep"]:
         """Step a node through it, once. It is the one that was recorded, or restored from `head.snapshot`."""
         index = self.head.first_step
         for entry in self.frames:
@@ -183,13 +183,13 @@ class Segment:
                 got = recorded(node.step(entry.happened, entry.now))
             except Exception as error:
                 raise StepRaised(index, error) from error
-            yield Step(index, entry, expected, got, node)
+            yield ReplayedStep(index, entry, expected, got, node)
             index += 1
 
 
 def read_segment(path: Path) -> Iterator[Frame]:
     """Frames in order. A last frame that was cut, because the process was killed, is left out."""
-    segment = Segment(path)
+    segment = FlightSegment(path)
     yield segment.head
     yield from segment.frames
 
@@ -200,7 +200,7 @@ def segments_of(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReplayedStep:
     """One step of a record, done again by `node`."""
 
     index: int
@@ -214,13 +214,13 @@ class Step:
         return self.expected is None or same_bytes(self.expected, self.got)
 
 
-def replayed_steps(path: Path, make_node: Callable[[NodeSettings], Node]) -> Iterator[Step]:
+def replayed_steps(path: Path, make_node: Callable[[NodeSettings], Node]) -> Iterator[ReplayedStep]:
     """Restore the node of one segment and step it through again. Raises BrokenRecord, StepRaised."""
-    segment = Segment(path)
+    segment = FlightSegment(path)
     yield from segment.steps(restored(segment, make_node))
 
 
-def restored(segment: Segment, make_node: Callable[[NodeSettings], Node]) -> Node:
+def restored(segment: FlightSegment, make_node: Callable[[NodeSettings], Node]) -> Node:
     """Raises BrokenRecord."""
     settings, snapshot = segment.head.settings, segment.head.snapshot
     try:
@@ -259,11 +259,11 @@ def num_parts(settings: NodeSettings) -> int:
 
 def replay(path: Path, make_node: Callable[[NodeSettings], Node]) -> Replay:
     """Do one segment again, from its snapshot."""
-    segment = Segment(path)
+    segment = FlightSegment(path)
     return compared(segment, restored(segment, make_node))
 
 
-def compared(segment: Segment, node: Node) -> Replay:
+def compared(segment: FlightSegment, node: Node) -> Replay:
     """Compare every decision of a segment, byte for byte, up to the first difference."""
     steps = num_events = 0
     for step in segment.steps(node):

@@ -59,7 +59,7 @@ class KVEventBatch(Struct, frozen=True, array_like=True):
     data_parallel_rank: int
 
 
-class Announced(Struct, frozen=True):
+class KvAnnouncement(Struct, frozen=True):
     """An announcement of the core with the tokens of the pages that it names."""
 
     what: AnnounceStored | AnnounceRemoved | AnnounceCleared
@@ -71,7 +71,7 @@ class CannotPublish(Exception):
 
 
 class Publisher(Protocol):
-    def publish(self, announced: Sequence[Announced]) -> None:
+    def publish(self, announced: Sequence[KvAnnouncement]) -> None:
         """What a step has changed. Must not block."""
         ...
 
@@ -94,13 +94,13 @@ class KvEvents:
         pass
 
     def after(self, now: Nanos, happened: Sequence[Event], effects: Effects) -> None:
-        announced: list[Announced] = []
+        announced: list[KvAnnouncement] = []
         for command in effects.commands:
             match command:
                 case AnnounceStored():
-                    announced.append(Announced(command, self._tokens_of(command)))
+                    announced.append(KvAnnouncement(command, self._tokens_of(command)))
                 case AnnounceRemoved() | AnnounceCleared():
-                    announced.append(Announced(command))
+                    announced.append(KvAnnouncement(command))
                 case EmitTokens(requests, tokens):
                     for index, request in enumerate(requests):
                         self._tokens[request] += tokens[TOKEN_BYTES * index : TOKEN_BYTES * (index + 1)]
@@ -124,12 +124,12 @@ class KvEvents:
         return tokens
 
 
-def encode(announced: Sequence[Announced], *, ts: float, page_size: int, dp_rank: int) -> bytes:
+def encode(announced: Sequence[KvAnnouncement], *, ts: float, page_size: int, dp_rank: int) -> bytes:
     """A batch as subscribers read it: msgpack, positional, as all of them can."""
     return msgspec.msgpack.encode(KVEventBatch(ts, [event_of(one, page_size) for one in announced], dp_rank))
 
 
-def event_of(announced: Announced, page_size: int) -> BlockStored | BlockRemoved | AllBlocksCleared:
+def event_of(announced: KvAnnouncement, page_size: int) -> BlockStored | BlockRemoved | AllBlocksCleared:
     match announced.what:
         case AnnounceStored(_, _, parent, hashes):
             above = None if parent is None else block_hash(parent)

@@ -21,7 +21,7 @@ import zmq
 from tandem.core.commands import AnnounceCleared
 from tandem.core.values import Incarnation
 from tandem.kv_events_config import KvEventsConfig, at_rank
-from tandem.server.node.kv_events import Announced, CannotPublish, encode
+from tandem.server.node.kv_events import CannotPublish, KvAnnouncement, encode
 
 END = (-1).to_bytes(8, "big", signed=True)
 BUFFER_BYTES = 64 << 20  # of all batches that are kept to be told again, besides `buffer_steps`
@@ -42,7 +42,7 @@ class KvPublisher:
         self._page_size = page_size
         self._note = note
         self._topic = config.topic.encode()
-        self._waiting: deque[tuple[int, float, tuple[Announced, ...]]] = deque()
+        self._waiting: deque[tuple[int, float, tuple[KvAnnouncement, ...]]] = deque()
         self._next_number = 0
         self.num_dropped = 0
         self._kept: deque[tuple[int, bytes]] = deque()
@@ -61,12 +61,12 @@ class KvPublisher:
         self._bell, self._ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
-        self.publish([Announced(AnnounceCleared())])
+        self.publish([KvAnnouncement(AnnounceCleared())])
         note(
             f"KV events of {who.name} at {at_rank(config.endpoint, dp_rank)}: whoever reads them reads prompts' tokens"
         )
 
-    def publish(self, announced: Sequence[Announced]) -> None:
+    def publish(self, announced: Sequence[KvAnnouncement]) -> None:
         """Number a batch and have it sent. Never blocks."""
         number, self._next_number = self._next_number, self._next_number + 1
         if len(self._waiting) >= self._config.max_queue_size:

@@ -23,7 +23,7 @@ from tandem.server.ring import PACK_EVERY
 logger = logging.getLogger("tandem.node")
 
 
-class LastSteps:
+class NodeLastSteps:
     """An observer of the loop, the last one: what it does may take a moment."""
 
     def __init__(self, folder: Path, settings: NodeSettings, node: EngineNode) -> None:
@@ -56,10 +56,10 @@ class LastSteps:
         os._exit(1)
 
 
-def keep_last_steps(folder: Path | None, settings: NodeSettings, node: EngineNode) -> LastSteps | None:
+def keep_last_steps(folder: Path | None, settings: NodeSettings, node: EngineNode) -> NodeLastSteps | None:
     """None: they are not to be kept."""
     if folder is None:
         return None
-    kept = LastSteps(folder, settings, node)
+    kept = NodeLastSteps(folder, settings, node)
     signal.signal(signal.SIGUSR1, kept.leave)
     return kept

@@ -14,7 +14,7 @@ connection is unidentified: it takes nobody's place and costs little, and what i
                                                                 when refused: a life listens from its start to its end
     an accepted connection breaks                               it may return for `RETURN_NS`, then `PeerLost`
     its address is vouched for another life by now              `PeerLost` for the old one, at once
-    nothing at all was heard for as long as `Heartbeat` says    `PeerLost`; who has nothing to say says `Ping`
+    nothing at all was heard for as long as `Heartbeat` says    `PeerLost`; who has nothing to say says `PeerPing`
     more peers dial us than `Limits.peers`                      whose last message is the oldest gives way
 
 Bytes and times in, bytes and events out: sockets are `peers.py`'s or the simulator's, which reach the machine through
@@ -41,8 +41,8 @@ from tandem.server.node.session import (
     CONTROL_PROTOCOL,
     Frame,
     Greeting,
-    Hello,
-    Ping,
+    PeerHello,
+    PeerPing,
     Session,
     is_numeric,
     reachable_shards,
@@ -94,12 +94,12 @@ class Link:
     heard_ns: Nanos
     said_ns: Nanos
     silence_ns: Nanos  # after so much of it the peer is lost
-    peer: "Peer | None" = None  # None: accepted and unidentified
+    peer: "ControlPeer | None" = None  # None: accepted and unidentified
     is_open: bool = True
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class ControlPeer:
     """One life of one peer, as long as its connection is there or may return."""
 
     who: Incarnation
@@ -146,7 +146,7 @@ class Links:
     new_nonce: Callable[[], bytes]  # CHALLENGE_BYTES, never the same again
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     limits: Limits = field(default_factory=Limits)
-    peers: dict[Incarnation, Peer] = field(default_factory=dict[Incarnation, Peer])
+    peers: dict[Incarnation, ControlPeer] = field(default_factory=dict[Incarnation, ControlPeer])
     unidentified: dict[Link, None] = field(default_factory=dict[Link, None])  # accepted; the oldest first
     _why_lost: dict[Incarnation, str] = field(default_factory=dict[Incarnation, str])  # the last `limits.peers` of them
     _unnoted: int = 0  # connections that proved nothing since the last line about one
@@ -214,7 +214,7 @@ class Links:
         for peer in list(self.peers.values()):
             self._tick_peer(peer, now)
 
-    def _tick_peer(self, peer: Peer, now: Nanos) -> None:
+    def _tick_peer(self, peer: ControlPeer, now: Nanos) -> None:
         for link in [link for link in peer.dials.values() if now >= link.since_ns + HELLO_NS]:
             self._close(link)
             self._dial_failed(peer, link.endpoint, DialFailure("does not prove who it is", is_final=True), now)
@@ -224,7 +224,7 @@ class Links:
         if link is not None and now >= link.heard_ns + link.silence_ns:
             self._lose(peer, "silent")
         elif link is not None and now >= link.said_ns + self.heartbeat.interval_ns:
-            self._say(link, Ping(), now)
+            self._say(link, PeerPing(), now)
         elif peer.lost_at is not None and now >= peer.lost_at:
             self._lose(peer, f"did not return: {peer.trouble}")
         elif peer.retry_at is not None and now >= peer.retry_at:
@@ -271,7 +271,7 @@ class Links:
         """The connection is gone, or the other end closed it."""
         self._drop(link, closing(link, reason), now)
 
-    def _new_peer(self, who: Incarnation) -> Peer | None:
+    def _new_peer(self, who: Incarnation) -> ControlPeer | None:
         """None: there are too many. Of those that were never reached the oldest gives way."""
         never_reached = [peer for peer in self.peers.values() if not peer.was_reached]
         if len(never_reached) >= self.limits.unidentified:
@@ -279,7 +279,7 @@ class Links:
         if len(self.peers) >= self.limits.peers and not self._lose_least_heard():
             return None
         self._why_lost.pop(who, None)
-        peer = self.peers[who] = Peer(who, self.bounds)
+        peer = self.peers[who] = ControlPeer(who, self.bounds)
         return peer
 
     def _lose_least_heard(self) -> bool:
@@ -289,14 +289,14 @@ class Links:
             self._lose(min(dialling, key=last_word_ns), "gives way to a newer peer")
         return bool(dialling)
 
-    def _dial(self, peer: Peer, now: Nanos) -> None:
+    def _dial(self, peer: ControlPeer, now: Nanos) -> None:
         """Everywhere where it may be, at once: an endpoint that only somebody claims must not hold up a right one."""
         peer.retry_at = None
         for endpoint in peer.candidates.endpoints:
             if endpoint not in peer.dials and endpoint in peer.candidates.endpoints:
                 self._dial_at(peer, endpoint, now)
 
-    def _dial_at(self, peer: Peer, endpoint: Endpoint, now: Nanos) -> None:
+    def _dial_at(self, peer: ControlPeer, endpoint: Endpoint, now: Nanos) -> None:
         host, _port = endpoint
         if not is_numeric(host):  # a lookup would hold up the node
             self._dial_failed(peer, endpoint, DialFailure(f"names {host}, which is no address", is_final=True), now)
@@ -313,7 +313,7 @@ class Links:
     def _link(self, endpoint: Endpoint | None, now: Nanos) -> Link:
         session = Session(
             self.secret,
-            Hello(CONTROL_PROTOCOL, self.me, self.new_nonce()),
+            PeerHello(CONTROL_PROTOCOL, self.me, self.new_nonce()),
             Greeting(self.layout, self.heartbeat.interval_ns, self.bounds.cut, self.shards),
             is_dialler=endpoint is not None,
         )
@@ -334,7 +334,7 @@ class Links:
         link.is_open = False
         self.transport.hang_up(link)
 
-    def _close_all(self, peer: Peer) -> None:
+    def _close_all(self, peer: ControlPeer) -> None:
         for link in [*peer.dials.values(), *([peer.link] if peer.link is not None else [])]:
             self._close(link)
         peer.dials.clear()
@@ -346,7 +346,7 @@ class Links:
         match message:
             case Greeting():
                 self._greet(link, message, now)
-            case Ping():
+            case PeerPing():
                 pass
             case Ready() | Offer() | Release() | Abort() | Moved():
                 assert link.peer is not None
@@ -381,7 +381,7 @@ class Links:
         for message in waiting:
             self._say(link, message, now)
 
-    def _greet_acceptor(self, link: Link, greeting: Greeting, source: Incarnation) -> Peer:
+    def _greet_acceptor(self, link: Link, greeting: Greeting, source: Incarnation) -> ControlPeer:
         """The one that was dialled answers."""
         peer, endpoint = link.peer, link.endpoint
         assert peer is not None
@@ -401,7 +401,7 @@ class Links:
             self._close(link)  # it was reached elsewhere meanwhile
         return peer
 
-    def _greet_dialler(self, link: Link, source: Incarnation) -> Peer:
+    def _greet_dialler(self, link: Link, source: Incarnation) -> ControlPeer:
         peer = self.peers.get(source) or self._new_peer(source)
         if peer is None:
             raise MalformedFrame(f"{self.limits.peers} others are connected")
@@ -426,7 +426,7 @@ class Links:
         elif peer is not None and endpoint in peer.dials:
             self._dial_failed(peer, endpoint, DialFailure(reason, is_final=is_wrong), now)
 
-    def _dial_failed(self, peer: Peer, endpoint: Endpoint | None, failure: DialFailure, now: Nanos) -> None:
+    def _dial_failed(self, peer: ControlPeer, endpoint: Endpoint | None, failure: DialFailure, now: Nanos) -> None:
         """A final failure: the life that was meant is not there, and will not be."""
         assert endpoint is not None
         peer.dials.pop(endpoint, None)
@@ -439,7 +439,7 @@ class Links:
         else:
             self._broken(peer, failure.reason, now)
 
-    def _broken(self, peer: Peer, reason: str, now: Nanos) -> None:
+    def _broken(self, peer: ControlPeer, reason: str, now: Nanos) -> None:
         peer.trouble = reason
         if peer.lost_at is None:
             self.note(one_line(f"connection to {peer.who.name} broke: {reason}"))
@@ -448,14 +448,14 @@ class Links:
             peer.retry_at = Nanos(now + peer.retry_ns)
             peer.retry_ns = min(Nanos(2 * peer.retry_ns), MAX_RETRY_NS)
 
-    def _lose_if_nowhere(self, peer: Peer, reason: str) -> bool:
+    def _lose_if_nowhere(self, peer: ControlPeer, reason: str) -> bool:
         """One that is dialled is lost when there is no endpoint left."""
         if peer.candidates.endpoints:
             return False
         self._lose(peer, reason)
         return True
 
-    def _lose(self, peer: Peer, reason: str) -> None:
+    def _lose(self, peer: ControlPeer, reason: str) -> None:
         self.note(one_line(f"peer {peer.who.name} is lost: {reason}"))
         self._close_all(peer)
         del self.peers[peer.who]
@@ -475,12 +475,12 @@ class Links:
         self.note(one_line(f"a connection{who} was dropped: {reason}{more}"))
 
 
-def may_wait(peer: Peer, message: Message) -> bool:
+def may_wait(peer: ControlPeer, message: Message) -> bool:
     """It is told once, to one who is about to be dialled again. READY is said again when that one is back."""
     return bool(peer.candidates.endpoints) and not isinstance(message, Ready)
 
 
-def last_word_ns(peer: Peer) -> tuple[bool, Nanos]:
+def last_word_ns(peer: ControlPeer) -> tuple[bool, Nanos]:
     """Whoever has never said a message comes before all who have."""
     assert peer.link is not None
     return peer.told_ns is not None, peer.told_ns if peer.told_ns is not None else peer.link.since_ns

@@ -25,7 +25,7 @@ class Poller(Protocol):
 
 
 @dataclass(slots=True)
-class Listener:
+class ControlListener:
     sock: socket.socket
     poller: Poller
     clock: Callable[[], Nanos]
@@ -41,7 +41,7 @@ class Listener:
         clock: Callable[[], Nanos],
         take: Callable[[socket.socket], None],
         make_room: Callable[[], bool],
-    ) -> "Listener":
+    ) -> "ControlListener":
         """On a free port. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.create_server((host, 0), family=family, backlog=BACKLOG)

@@ -20,7 +20,7 @@ class LocalPeerLost(Exception):
         self.reason = reason
 
 
-class Poller:
+class SelectorPoller:
     """The sockets of a process and what to call when one is ready."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class LocalPeer:
         self,
         name: str,
         channel: PolledChannel,  # of whatever this peer says
-        poller: Poller,
+        poller: SelectorPoller,
         take: Callable[[Any], None],
     ) -> None:
         self._name = name

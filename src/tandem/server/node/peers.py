@@ -18,7 +18,7 @@ from tandem.membership import ClusterSecret, new_challenge
 from tandem.server.channel import READ_BYTES, ChannelClosed, receive_some, write_some
 from tandem.server.node.candidates import Endpoint
 from tandem.server.node.links import DialFailure, Heartbeat, Link, Links
-from tandem.server.node.listener import Listener, Poller
+from tandem.server.node.listener import ControlListener, Poller
 from tandem.server.node.session import GREETING_BYTES
 from tandem.server.wire import DataEndpoint, ReplicaInfo
 
@@ -55,7 +55,7 @@ class Peers:
     note: Callable[[str], None]  # one line for the log
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     links: Links = field(init=False)
-    _listener: Listener | None = None
+    _listener: ControlListener | None = None
     _wires: dict[Link, _Wire] = field(default_factory=dict[Link, _Wire])
     _unwritten: dict[Link, None] = field(default_factory=dict[Link, None])
 
@@ -78,7 +78,7 @@ class Peers:
 
     def listen(self, host: str) -> int:
         """Accept peers on a free port, which is returned. Raises OSError."""
-        self._listener = Listener.open(host, self.poller, self.clock, self._accepted, self._make_room)
+        self._listener = ControlListener.open(host, self.poller, self.clock, self._accepted, self._make_room)
         return self._listener.port
 
     def connect(self, replica: ReplicaInfo, address: Address) -> None:

@@ -48,7 +48,7 @@ from tandem.server.node.flight import FlightRecorder
 from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.kv_events import CannotPublish, KvEvents, Publisher
 from tandem.server.node.last_steps import keep_last_steps
-from tandem.server.node.local_peer import LocalPeerLost, Poller
+from tandem.server.node.local_peer import LocalPeerLost, SelectorPoller
 from tandem.server.node.peers import Peers, numeric_host
 from tandem.server.node.settings import heartbeat, node_settings
 from tandem.server.node.workers import Engines
@@ -114,7 +114,7 @@ MakeNode = Callable[[NodeSettings], EngineNode]
 def run(launch: Launch, *, api_fd: int, worker_fds: list[int], make_node: MakeNode = EngineNode) -> None:
     """Until the API process says Shutdown. Raises LocalPeerLost, ServerFailure."""
     clock = MonotonicClock()
-    poller = Poller()
+    poller = SelectorPoller()
     api: PolledChannel[wire.ApiToNode] = PolledChannel(socket.socket(fileno=api_fd), wire.ApiToNode)
     workers: list[PolledChannel[wire.WorkerToNode]] = [
         PolledChannel(socket.socket(fileno=fd), wire.WorkerToNode, keys=launch.worker_keys.get(shard))
@@ -139,7 +139,7 @@ def run(launch: Launch, *, api_fd: int, worker_fds: list[int], make_node: MakeNo
             _send_final(worker, wire.Shutdown())
 
 
-def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, make_node: MakeNode) -> None:
+def _run(launch: Launch, inbox: Inbox, poller: SelectorPoller, clock: MonotonicClock, make_node: MakeNode) -> None:
     engines = inbox.wait_for_engines()
     if engines is None:
         return

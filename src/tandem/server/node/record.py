@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem.core.settings import NodeSettings
 from tandem.ports import Node
-from tandem.server.node.flight import Segment, Step, compared, restored, segments_of
+from tandem.server.node.flight import FlightSegment, ReplayedStep, compared, restored, segments_of
 from tandem.server.record_file import BrokenRecord, NothingWritten, Replay
 
 MakeNode = Callable[[NodeSettings], Node]
@@ -58,7 +58,7 @@ def replay_through(record: Record, make_node: MakeNode) -> Replay:
     return replace(total, is_cut=total.is_cut or _has_torn_end(record))
 
 
-def steps_from(record: Record, index: int, make_node: MakeNode) -> Iterator[Step]:
+def steps_from(record: Record, index: int, make_node: MakeNode) -> Iterator[ReplayedStep]:
     """Step `index` and those after it, from the nearest snapshot before it. Raises NoSuchStep."""
     segments = list(_segments(record))
     starts = [number for number, segment in enumerate(segments) if segment.head.first_step <= index]
@@ -75,11 +75,11 @@ def steps_from(record: Record, index: int, make_node: MakeNode) -> Iterator[Step
         raise NoSuchStep(f"{record.name} has no step {index}: it ends at {last}")
 
 
-def _segments(record: Record) -> Iterator[Segment]:
+def _segments(record: Record) -> Iterator[FlightSegment]:
     """A last one that was just being begun when the process was killed is left out."""
     for path in record.segments:
         try:
-            yield Segment(path)
+            yield FlightSegment(path)
         except NothingWritten:
             if path != record.segments[-1] or len(record.segments) == 1:
                 raise
@@ -87,7 +87,7 @@ def _segments(record: Record) -> Iterator[Segment]:
 
 def _has_torn_end(record: Record) -> bool:
     try:
-        Segment(record.segments[-1])
+        FlightSegment(record.segments[-1])
     except NothingWritten:
         return True
     return False

@@ -1,6 +1,6 @@
 """One connection between two nodes: who is at the other end, and frames that only the two of them can make.
 
-    1. each side says a `Hello`, in clear: its protocol, who it claims to be, and a random nonce
+    1. each side says a `PeerHello`, in clear: its protocol, who it claims to be, and a random nonce
     2. each side says a `Greeting`, sealed: who accepted at once, who dialled when it has opened that one and wants the
        connection. Who can open a greeting knows that the other end holds the cluster's secret, and is there now: the
        keys come from the secret and from both hellos, and each nonce is new
@@ -41,7 +41,7 @@ MESSAGE_BYTES = 16 << 20  # an offer of 100,000 tokens is about 150 KB, where on
 EVERY_HOST = ("0.0.0.0", "::", "")
 
 
-class Hello(Struct, frozen=True, tag="hello"):
+class PeerHello(Struct, frozen=True, tag="hello"):
     """First on every connection, in both directions. Nothing in it is believed before the greeting is opened."""
 
     protocol: int
@@ -58,14 +58,14 @@ class Greeting(Struct, frozen=True, tag="greeting"):
     shards: tuple[DataEndpoint, ...]  # where its KV can be pulled from, in order
 
 
-class Ping(Struct, frozen=True, tag="ping"):
+class PeerPing(Struct, frozen=True, tag="ping"):
     """I am here and have nothing to say."""
 
 
-Frame = Ping | Ready | Offer | Release | Abort | Moved
+Frame = PeerPing | Ready | Offer | Release | Abort | Moved
 
 _encode = msgspec.msgpack.Encoder().encode
-_hellos: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
+_hellos: msgspec.msgpack.Decoder[PeerHello] = msgspec.msgpack.Decoder(PeerHello)
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _frames: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
@@ -98,7 +98,7 @@ class Seal:
 class Session:
     """One end of one connection."""
 
-    def __init__(self, secret: ClusterSecret, hello: Hello, greeting: Greeting, *, is_dialler: bool) -> None:
+    def __init__(self, secret: ClusterSecret, hello: PeerHello, greeting: Greeting, *, is_dialler: bool) -> None:
         """`hello.nonce`: new for this connection."""
         assert len(hello.nonce) == CHALLENGE_BYTES
         self._secret = secret

@@ -16,7 +16,7 @@ from tandem.core.worker_group import WorkerGroup, WorkersParted
 from tandem.ranks import Rank
 from tandem.server import wire
 from tandem.server.channel import PolledChannel
-from tandem.server.node.local_peer import LocalPeer, LocalPeerLost, Poller
+from tandem.server.node.local_peer import LocalPeer, LocalPeerLost, SelectorPoller
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Workers:
         self,
         ranks: Sequence[Rank],
         channels: Sequence[PolledChannel[wire.WorkerToNode]],
-        poller: Poller,
+        poller: SelectorPoller,
         *,
         report: Callable[[Event], None],
         answer: Callable[[wire.Answer], None],

@@ -14,7 +14,7 @@ from tandem.server.api.resume import TELLS
 PIPE_BYTES = 1 << 20  # of an answer that a slow client has not taken yet
 
 
-class Document(msgspec.Struct, frozen=True):
+class WholeAnswer(msgspec.Struct, frozen=True):
     """A whole answer. prefill: of which something is still to be merged into it (`merge_input_logprobs`)."""
 
     status: int
@@ -35,7 +35,7 @@ class Gone(msgspec.Struct, frozen=True):
     """The client has left."""
 
 
-Outcome = Document | StreamedAnswer | Fail | Gone
+Outcome = WholeAnswer | StreamedAnswer | Fail | Gone
 
 
 class Pipe:

@@ -70,11 +70,11 @@ from tandem.server.router.forward import (
     OPENAPI,
     SERVER_INFO,
     TOKENIZE,
-    Page,
+    WorkerRoute,
     sent_headers,
 )
 from tandem.server.router.generate import CLIENT_LEFT, GENERATION_PATHS, Generate, model_of
-from tandem.server.router.last_steps import LastSteps
+from tandem.server.router.last_steps import RouterLastSteps
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prober import Prober
 from tandem.server.router.prompt_blocks import PromptBlocks, no_blocks
@@ -86,9 +86,9 @@ from tandem.server.router.worker_documents import (
     Document,
     Info,
     LoadList,
-    Loads,
+    LoadsDocument,
     ModelDocuments,
-    Models,
+    ModelList,
     Named,
     OpenApi,
     document_of,
@@ -125,7 +125,9 @@ class RouterApp:
         )
         key = next(iter((config.api_key or "").splitlines()), "")
         prober = Prober(make_client, timeout_s=CONNECT_SECONDS, asks_models=config.enable_igw, key=key)
-        self._last_steps = LastSteps(self.router, draws, folder_of(config.fault_records), settings=config.settings())
+        self._last_steps = RouterLastSteps(
+            self.router, draws, folder_of(config.fault_records), settings=config.settings()
+        )
         self._shell = RouterShell(
             self.router,
             self._client,
@@ -214,7 +216,7 @@ class RouterApp:
         """Which models is what a decode says; none while no decode can be asked."""
         live = self.router.registry.live(Role.DECODE)[:1]
         answers = [(worker, await self._ask(worker, request, MODELS)) for worker in live]
-        documents = [await document_of(answer, Models) for _, answer in answers]
+        documents = [await document_of(answer, ModelList) for _, answer in answers]
         models = [card.id for document in documents if document is not None for card in document.data]
         return JSONResponse(about(request.app.routes, role="router", models=models))
 
@@ -240,13 +242,13 @@ class RouterApp:
 
     # --- one worker -----------------------------------------------------------------------------------------------
 
-    def _proxied(self, path: str, page: Page) -> Route:
+    def _proxied(self, path: str, page: WorkerRoute) -> Route:
         async def answer(request: Request) -> Response:
             return await self._to_decode(request, page)
 
         return Route(path, answer, methods=[page.method])
 
-    async def _to_decode(self, request: Request, page: Page) -> Response:
+    async def _to_decode(self, request: Request, page: WorkerRoute) -> Response:
         """To the first one that serves the model in question."""
         body = await read_body(request)
         live = self.router.registry.live(Role.DECODE, await self._model_in_question(request, page, body))
@@ -257,7 +259,7 @@ class RouterApp:
             raise Refusal(Problem.CONNECTION_LOST, f"{live[0].url}: {answer}", stage=STAGE)
         return Response(answer.content, answer.status_code, passed_headers(answer.headers))
 
-    async def _model_in_question(self, request: Request, page: Page, body: bytes) -> str | None:
+    async def _model_in_question(self, request: Request, page: WorkerRoute, body: bytes) -> str | None:
         """Of the path, or of the body, where it can be read: another one is the worker's to refuse."""
         if not self._config.enable_igw:
             return None
@@ -280,7 +282,7 @@ class RouterApp:
         return passed_on({"object": "list", "data": data, "has_more": False})
 
     async def _ask(
-        self, worker: RegisteredWorker, request: Request, page: Page, body: bytes = b""
+        self, worker: RegisteredWorker, request: Request, page: WorkerRoute, body: bytes = b""
     ) -> httpx.Response | str:
         """The worker's answer, or why there is none."""
         url = worker.url + page.target(request.path_params)
@@ -307,11 +309,13 @@ class RouterApp:
 
     # --- all workers ----------------------------------------------------------------------------------------------
 
-    async def _ask_all(self, request: Request, page: Page) -> list[tuple[RegisteredWorker, httpx.Response | str]]:
+    async def _ask_all(
+        self, request: Request, page: WorkerRoute
+    ) -> list[tuple[RegisteredWorker, httpx.Response | str]]:
         return await self._send_all(request, page, await read_body(request))
 
     async def _send_all(
-        self, request: Request, page: Page, body: bytes
+        self, request: Request, page: WorkerRoute, body: bytes
     ) -> list[tuple[RegisteredWorker, httpx.Response | str]]:
         """To the live ones, prefills first."""
         workers = [*self.router.registry.live(Role.PREFILL), *self.router.registry.live(Role.DECODE)]
@@ -319,7 +323,7 @@ class RouterApp:
         return list(zip(workers, answers, strict=True))
 
     async def _documents(
-        self, request: Request, page: Page, kind: type[Document]
+        self, request: Request, page: WorkerRoute, kind: type[Document]
     ) -> list[tuple[RegisteredWorker, Document]]:
         """Of all live workers that give one of this shape."""
         answers = await self._ask_all(request, page)
@@ -365,7 +369,7 @@ class RouterApp:
         if form != "json":
             detail = f"format: {shown(form)} is not the router's; /metrics of each worker tells Prometheus its loads"
             raise Refusal(Problem.INVALID_VALUE, detail, param="format", stage=STAGE)
-        documents = await self._documents(request, LOADS, Loads)
+        documents = await self._documents(request, LOADS, LoadsDocument)
         loads = [
             {"url": worker.url, "role": worker.role.value, **load}
             for worker, document in documents

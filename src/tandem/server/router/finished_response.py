@@ -10,7 +10,7 @@ from msgspec import Raw, Struct
 
 from tandem.server.api.body import NOT_JSON
 from tandem.server.api.bounds import MAX_BODY_BYTES
-from tandem.server.api.response_store import Conversation
+from tandem.server.api.response_store import PendingResponse
 
 ENDINGS = (b"event: response.completed\n", b"event: response.incomplete\n")
 
@@ -42,7 +42,7 @@ class LastEvent:
         return found
 
 
-def keep_event(conversation: Conversation, data: bytes) -> None:
+def keep_event(conversation: PendingResponse, data: bytes) -> None:
     """In any thread."""
     try:
         document = bytes(msgspec.json.decode(data, type=Ending).response)
@@ -52,7 +52,7 @@ def keep_event(conversation: Conversation, data: bytes) -> None:
     keep_document(conversation, document)
 
 
-def keep_document(conversation: Conversation, document: bytes) -> None:
+def keep_document(conversation: PendingResponse, document: bytes) -> None:
     """In any thread."""
     try:
         conversation.keep(document)

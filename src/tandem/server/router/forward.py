@@ -20,7 +20,7 @@ GENERATION_HEADERS = (*CONTROL_HEADERS, "traceparent", "tracestate", "x-data-par
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class WorkerRoute:
     """A worker's page. `{id}` in its path is the one part that may vary, slashes included."""
 
     method: str
@@ -34,20 +34,20 @@ class Page:
         return quote(path, safe="/")
 
 
-MODELS = Page("GET", "/v1/models")
-ONE_MODEL = Page("GET", "/v1/models/{id}")
-MODEL_INFO = Page("GET", "/model_info")
-OPENAPI = Page("GET", "/openapi.json")
-TOKENIZE = Page("POST", "/tokenize")
-DETOKENIZE = Page("POST", "/detokenize")
-COUNT_TOKENS = Page("POST", "/v1/messages/count_tokens")
-SERVER_INFO = Page("GET", "/server_info")
-DEBUG_DATA = Page("GET", "/debug/pd/data")
-LOADS = Page("GET", "/v1/loads")
-GET_LOAD = Page("GET", "/get_load")
-HEALTH_GENERATE = Page("GET", "/health_generate")
-FLUSH_CACHE = Page("POST", "/flush_cache")
-ABORT_REQUEST = Page("POST", "/abort_request")
+MODELS = WorkerRoute("GET", "/v1/models")
+ONE_MODEL = WorkerRoute("GET", "/v1/models/{id}")
+MODEL_INFO = WorkerRoute("GET", "/model_info")
+OPENAPI = WorkerRoute("GET", "/openapi.json")
+TOKENIZE = WorkerRoute("POST", "/tokenize")
+DETOKENIZE = WorkerRoute("POST", "/detokenize")
+COUNT_TOKENS = WorkerRoute("POST", "/v1/messages/count_tokens")
+SERVER_INFO = WorkerRoute("GET", "/server_info")
+DEBUG_DATA = WorkerRoute("GET", "/debug/pd/data")
+LOADS = WorkerRoute("GET", "/v1/loads")
+GET_LOAD = WorkerRoute("GET", "/get_load")
+HEALTH_GENERATE = WorkerRoute("GET", "/health_generate")
+FLUSH_CACHE = WorkerRoute("POST", "/flush_cache")
+ABORT_REQUEST = WorkerRoute("POST", "/abort_request")
 
 
 def sent_headers(given: Headers, names: Iterable[str], *, request_id: str) -> dict[str, str]:

@@ -37,14 +37,14 @@ from tandem.server.api.errors import (
 from tandem.server.api.gate import read_body
 from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
-from tandem.server.api.response_store import Conversation, ResponseStore, owner_of
+from tandem.server.api.response_store import PendingResponse, ResponseStore, owner_of
 from tandem.server.api.tenant import given_key
-from tandem.server.router.answer import Document, Gone, StreamedAnswer, merge_input_logprobs
+from tandem.server.router.answer import Gone, StreamedAnswer, WholeAnswer, merge_input_logprobs
 from tandem.server.router.finished_response import LastEvent, keep_document, keep_event
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prompt_blocks import BlocksOf, no_blocks
-from tandem.server.router.shell import Call, RouterShell, encode_rest
+from tandem.server.router.shell import ClientCall, RouterShell, encode_rest
 from tandem.server.router.worker_documents import STAGE
 from tandem.server.tracing import NO_TRACING, Span, Tracing, abort_info, ending_with_errors, response_headers
 
@@ -89,7 +89,7 @@ class Generate:
         began = time.monotonic()
         conversation = None
         if request.scope["path"] == RESPONSES and self._store.keeps:
-            conversation = Conversation(self._store, owner_of(request))
+            conversation = PendingResponse(self._store, owner_of(request))
         key = given_key(request.headers)
         limit = began + timeout_seconds(request, {}, default=self._timeout_seconds) - time.monotonic()
         try:
@@ -129,12 +129,12 @@ class Generate:
                 span.abort({"reason": "the client left"})
             span.end(time.monotonic_ns(), reply.attributes)
 
-    def _read(self, raw: bytes, conversation: Conversation | None, key: str) -> tuple[dict[str, Any], bytes, Blocks]:
+    def _read(self, raw: bytes, conversation: PendingResponse | None, key: str) -> tuple[dict[str, Any], bytes, Blocks]:
         """In any thread."""
         body, content = read_object(raw, conversation)
         return body, content, self._blocks_of(body, key)
 
-    async def _watch(self, receive: Receive, call: Call, reply: "_Reply") -> None:
+    async def _watch(self, receive: Receive, call: ClientCall, reply: "_Reply") -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         if not reply.is_whole:
@@ -151,7 +151,7 @@ class _Reply:
         path: str,
         request_id: str,
         began: float,
-        conversation: Conversation | None,
+        conversation: PendingResponse | None,
         span: Span,
     ) -> None:
         """conversation: that has to learn what a response says, before the client has all of it."""
@@ -178,15 +178,15 @@ class _Reply:
             found["tandem.first_byte_seconds"] = self.first_byte_seconds
         return found
 
-    async def write(self, call: Call) -> None:
+    async def write(self, call: ClientCall) -> None:
         try:
             await self._write(call)
         except asyncio.CancelledError:  # the drain is over, and this request is not
             await self._end(Failure(Cause.DRAINING, "the router has ended before the request", None, STAGE))
 
-    async def _write(self, call: Call) -> None:
+    async def _write(self, call: ClientCall) -> None:
         match await call.outcome:
-            case Document(status, headers, body, prefill):
+            case WholeAnswer(status, headers, body, prefill):
                 if prefill:
                     size = len(prefill) + len(body)
                     body = await off_loop(size, LOOP_BYTES, merge_input_logprobs, prefill=prefill, decode=body)
@@ -248,7 +248,7 @@ def failure_of(fail: Fail) -> Failure:
     return Failure(CODES[fail.cause.value], f"{words}: {fail.detail}" if fail.detail else words, None, fail.stage)
 
 
-def read_object(raw: bytes, conversation: Conversation | None = None) -> tuple[dict[str, Any], bytes]:
+def read_object(raw: bytes, conversation: PendingResponse | None = None) -> tuple[dict[str, Any], bytes]:
     """In any thread: the body, and what of it all attempts send alike. Raises `Refusal`.
 
     conversation: of a response, that has the items before it put into the body.

@@ -18,7 +18,7 @@ from tandem.server.router.record import Draws, RouterRing, fault_of
 logger = logging.getLogger("tandem.router")
 
 
-class LastSteps:
+class RouterLastSteps:
     """folder: None: nothing is kept, and nothing written."""
 
     def __init__(self, router: Router, draws: Draws, folder: Path | None, *, settings: RouterSettings) -> None:

@@ -14,24 +14,16 @@ from collections.abc import Callable
 
 import httpx
 import msgspec
-from msgspec import Struct
 
 from tandem.core.router.messages import WorkerProbed
 from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, probe_result
 from tandem.server.api.body import NOT_JSON
+from tandem.server.router.worker_documents import ModelList
 
 MAX_MODELS = 64  # of one worker
 MAX_NAME_CHARS = 256
 MAX_DOCUMENT_BYTES = 1 << 20
 CLOSE_SECONDS = 5.0  # a look-up of a name may not be over by then; its thread does not keep the process
-
-
-class Model(Struct):
-    id: str
-
-
-class ModelList(Struct):
-    data: list[Model]
 
 
 class Prober:

@@ -13,7 +13,7 @@ from tandem.core.router.messages import Fail, ForwardRejection, HalfFailed, Half
 from tandem.core.router.router import Router, RouterEffects, RouterSettings
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.values import Nanos
-from tandem.server.record_file import Machine
+from tandem.server.record_file import RecordedMachine
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
 FORMAT = 2
@@ -149,6 +149,6 @@ def begin(head: RouterHead) -> Callable[[RouterInput, RouterOutput | None], Rout
     return redo
 
 
-ROUTER: Machine[RouterHead, RouterInput, RouterOutput] = Machine(
+ROUTER: RecordedMachine[RouterHead, RouterInput, RouterOutput] = RecordedMachine(
     "router", RouterHead, RouterInput, RouterOutput, first_step=lambda head: head.first_step, begin=begin
 )

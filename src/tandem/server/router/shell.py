@@ -50,11 +50,11 @@ from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.resume import ASKS, FIELD, TELLS, FrameReader, Told
 from tandem.server.router.answer import (
-    Document,
     Gone,
     Outcome,
     Pipe,
     StreamedAnswer,
+    WholeAnswer,
     error_at_end,
     passed_headers,
     retryable_of,
@@ -77,7 +77,7 @@ OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout", F
 class UpstreamConnection:
     """The connection of one half of one attempt."""
 
-    call: "Call"
+    call: "ClientCall"
     upstream: UpstreamCall
     worker: RegisteredWorker
     sent_at: Nanos
@@ -95,7 +95,7 @@ class UpstreamConnection:
 
 
 @dataclass(slots=True)
-class Call:
+class ClientCall:
     """One request of a client. Owned by the shell until the core has ended it."""
 
     id: RequestId
@@ -136,7 +136,7 @@ class RouterShell:
         self._prober = prober
         self._metrics = metrics
         self._stall_seconds = stall_seconds
-        self._calls: dict[RequestId, Call] = {}
+        self._calls: dict[RequestId, ClientCall] = {}
         self._next_id = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -164,7 +164,7 @@ class RouterShell:
         blocks: Blocks = (),
         model: str | None = None,
         span: Span = NO_SPAN,
-    ) -> Call:
+    ) -> ClientCall:
         """Begin a request. Its `outcome` comes in any case; whoever stops waiting for it must call `leave`.
 
         content: of the body, as `encode_rest` makes it. blocks: of its prompt, where a policy looks at them.
@@ -175,7 +175,7 @@ class RouterShell:
         merges = path == "/generate" and bool(body.get("return_logprob")) and not streams
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         names, has_timeout = names_of(body, headers), "timeout" in body
-        call = Call(
+        call = ClientCall(
             RequestId(self._next_id),
             path,
             content,
@@ -201,7 +201,7 @@ class RouterShell:
         log.info("%s worker %s is to leave", worker.role.value, worker.url)
         self.tell(WorkerRemoved(worker.id))
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: ClientCall) -> None:
         """The client has gone. Without effect when the request has ended."""
         if call.id in self._calls:
             self.tell(ClientLeft(call.id))
@@ -252,7 +252,7 @@ class RouterShell:
             case ForwardRejection(request=request, half=half):
                 connection = self._calls[request].connections[half]
                 self._metrics.see_rejection(half, connection.upstream.status)
-                self._end(request, Document(connection.upstream.status, connection.headers, bytes(connection.body)))
+                self._end(request, WholeAnswer(connection.upstream.status, connection.headers, bytes(connection.body)))
             case Fail(request=request):
                 self._end(request, command)
             case Finish(request=request):
@@ -289,14 +289,16 @@ class RouterShell:
         connection.span.abort({"reason": "cancelled"})
         self._end_span(connection)
 
-    def _forward(self, call: Call, merged: bool) -> None:
+    def _forward(self, call: ClientCall, merged: bool) -> None:
         connection = call.source = call.connections[Side.DECODE]
         call.give_up_message = b""
         if connection.pipe is not None:
             self._resolve(call, StreamedAnswer(connection.upstream.status, connection.headers, connection.pipe))
             return
         prefill = bytes(call.connections[Side.PREFILL].body) if merged else b""
-        self._resolve(call, Document(connection.upstream.status, connection.headers, bytes(connection.body), prefill))
+        self._resolve(
+            call, WholeAnswer(connection.upstream.status, connection.headers, bytes(connection.body), prefill)
+        )
 
     def _end(self, request: RequestId, outcome: Outcome) -> None:
         call = self._calls.pop(request)
@@ -305,7 +307,7 @@ class RouterShell:
             decode.pipe.end(outcome if isinstance(outcome, Fail) else None, call.give_up_message)
         self._resolve(call, outcome)
 
-    def _resolve(self, call: Call, outcome: Outcome) -> None:
+    def _resolve(self, call: ClientCall, outcome: Outcome) -> None:
         if not call.outcome.done():
             call.outcome.set_result(outcome)
 

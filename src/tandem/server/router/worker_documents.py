@@ -25,16 +25,16 @@ LoadList = list[Any]
 Document = TypeVar("Document")
 
 
-class Loads(Struct):
+class LoadsDocument(Struct):
     loads: list[dict[str, Any]] = []
 
 
-class Card(Struct):
+class ModelCard(Struct):
     id: str
 
 
-class Models(Struct):
-    data: list[Card]
+class ModelList(Struct):
+    data: list[ModelCard]
 
 
 class ModelDocuments(Struct):

@@ -17,7 +17,16 @@ from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
 from tandem.server.api.errors import Failure
-from tandem.server.api.live_requests import Action, Arrival, ClientId, Cut, Declined, End, LiveRequests, Tell
+from tandem.server.api.live_requests import (
+    Action,
+    ClientId,
+    CloseConnection,
+    Declined,
+    EndRequest,
+    IncomingRequest,
+    LiveRequests,
+    TellNode,
+)
 from tandem.simulator.actors.clients import Half, Listener, RoutedRequest
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import Server, rank_number, server_of
@@ -106,7 +115,7 @@ class Edge:
             exchange.ask, script, requests.next_id(), room, peer, timeout_ns, rendered_at=rendered_at, chain=chain
         )
         names = (exchange.ask.rid,) if self.refuses else ()
-        arrival = Arrival(request, names, routed, request_id=str(exchange.ask.index))
+        arrival = IncomingRequest(request, names, routed, request_id=str(exchange.ask.index))
         placed = requests.submit([arrival], self._now(server))
         if isinstance(placed, Declined):
             return self._decline(server, placed.failure, placed.actions)
@@ -124,7 +133,7 @@ class Edge:
 
     def _end_what_was_tried(self, server: Server, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Tell) and isinstance(action.event, AbortRequested):
+            if isinstance(action, TellNode) and isinstance(action.event, AbortRequested):
                 server.halves[action.event.request].abort_sent_at = self.world.clock.time
         self._do(server, actions)
 
@@ -296,15 +305,15 @@ class Edge:
     def _do(self, server: Server, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Tell(dp_rank, event):
+                case TellNode(dp_rank, event):
                     if isinstance(event, RequestRefused):
                         self.world.edge_refuses(server, server.ranks[dp_rank], event.request)
                     self._tell(server.ranks[dp_rank].life, event)
                 case AnnounceDpRank():
                     self.world.bootstraps.announced(server, action)
-                case End(terminal):
+                case EndRequest(terminal):
                     self._end(server, terminal)
-                case Cut(client):
+                case CloseConnection(client):
                     self._cut(server, client)
         self._set_timer(server)
 

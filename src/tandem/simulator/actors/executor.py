@@ -14,7 +14,7 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from random import Random
 
-from tandem.batch_tables import BatchTables, PlainDecodeSet, PlanError, Sequence, Span
+from tandem.batch_tables import BatchTables, PlainDecodeSet, PlanError, Sequence, TokenSpan
 from tandem.core.batch import BatchOutcome, BatchPlan, Join, TokenFlag
 from tandem.core.kv_parts import KvShard, Runs
 from tandem.core.values import MILLISECOND, PageId, RequestId, ShardId
@@ -320,7 +320,7 @@ class Executor:
         for member in self.tables.members(plan):
             member.is_broken = True
 
-    def _apply(self, plan: BatchPlan) -> list[Span[WorkerRequest]]:
+    def _apply(self, plan: BatchPlan) -> list[TokenSpan[WorkerRequest]]:
         try:
             spans = self.tables.apply(plan)
         except PlanError as error:

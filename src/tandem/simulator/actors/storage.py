@@ -13,8 +13,8 @@ from tandem.core.commands import FetchPages, WritePages
 from tandem.core.events import Event, PagesCopied
 from tandem.core.values import MILLISECOND, SECOND, Cut, PageHash, PageId, ShardId
 from tandem.host_memory import HostMemory
-from tandem.page_files import HEADER_BYTES, Entry, PageFiles, namespace_of
-from tandem.page_storage import Lane, StorageAnswer, StorageCommand, perform
+from tandem.page_files import HEADER_BYTES, FileEntry, PageFiles, namespace_of
+from tandem.page_storage import StorageAnswer, StorageCommand, StorageLane, perform
 from tandem.simulator.clock import Clock
 
 THAW_NS = 50 * MILLISECOND
@@ -51,8 +51,8 @@ class VirtualFolder:
         used_at = dict.fromkeys(contents, 0)
         return cls(Random(0), StorageFaults(), lambda share: False, lambda: 0, contents, used_at)
 
-    def entries(self) -> Iterable[Entry]:
-        return [Entry(name, len(content), self.used_at[name]) for name, content in self.contents.items()]
+    def entries(self) -> Iterable[FileEntry]:
+        return [FileEntry(name, len(content), self.used_at[name]) for name, content in self.contents.items()]
 
     def has(self, name: str) -> bool:
         self._fail_if_broken()
@@ -99,7 +99,7 @@ class VirtualFolder:
 class Way:
     """One lane of one worker."""
 
-    lane: Lane
+    lane: StorageLane
     busy_until: int = 0
     started_at: int = 0  # what runs now, or what is put
 
@@ -158,7 +158,7 @@ class SimulatedStorage:
         def started_at() -> float:
             return way.started_at / SECOND
 
-        lane = Lane(act, self.emit, shard=shard, timeout_seconds=self.io_timeout_ns / SECOND, now=started_at)
+        lane = StorageLane(act, self.emit, shard=shard, timeout_seconds=self.io_timeout_ns / SECOND, now=started_at)
         way = Way(lane)
         return way
 

@@ -13,7 +13,7 @@ from tandem.core.disagg.messages import Message
 from tandem.core.values import Incarnation, Nanos
 from tandem.server.node.candidates import Endpoint, Voucher
 from tandem.server.node.links import DialFailure, Link, Links
-from tandem.server.node.session import Frame, Greeting, Hello
+from tandem.server.node.session import Frame, Greeting, PeerHello
 from tandem.simulator.clock import Clock, LocalClock
 
 
@@ -41,7 +41,7 @@ class CountedLinks(Links):
     def _heard(self, link: Link, message: Greeting | Frame, now: Nanos) -> None:
         self.counts[type(message).__name__] += 1
         if isinstance(message, Greeting):
-            self.counts[Hello.__name__] += 1  # without which it could not be opened
+            self.counts[PeerHello.__name__] += 1  # without which it could not be opened
         Links._heard(self, link, message, now)
 
 

@@ -25,7 +25,7 @@ from tandem.server.processes import Launch, ServerFailure, bind_listeners
 from tandem.server.router.app import listen, serve_router
 from tandem.server.router.config import RouterConfig, make_worker
 from tandem.server.start import serve, with_ports
-from tandem.server.worker_process import Loaded, Place
+from tandem.server.worker_process import Loaded, WorkerPlace
 from tandem.simulator.whole.engine import DIMENSIONS, PlainEngine
 from tandem.simulator.whole.kernel import Kernel, Process
 from tandem.simulator.whole.shards import Shards
@@ -80,7 +80,7 @@ def children(model: PlainModel) -> Mapping[str, Program]:
     }
 
 
-def load_plain_engine(launch: Launch, place: Place, *, model: PlainModel) -> Loaded:
+def load_plain_engine(launch: Launch, place: WorkerPlace, *, model: PlainModel) -> Loaded:
     config, known = launch.config, facts(launch.config)
     assert config.max_total_tokens is not None
     num_pages = place.least(ceil_div(config.max_total_tokens, config.page_tokens))

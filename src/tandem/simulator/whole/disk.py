@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
-from tandem.page_files import Entry
+from tandem.page_files import FileEntry
 from tandem.simulator.actors.storage import StorageFaults, VirtualFolder
 from tandem.simulator.whole.kernel import Kernel
 
@@ -52,7 +52,7 @@ class SharedFolder:
     def secret(self) -> bytes:
         return SECRET
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[FileEntry]:
         return self._folder.entries()
 
     def has(self, name: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, Protocol  # Any: rows, which each engine has of its own
 
 import msgspec
 
-from tandem.batch_tables import BatchTables, PlainDecodeSet, Span
+from tandem.batch_tables import BatchTables, PlainDecodeSet, TokenSpan
 from tandem.batch_tables import Sequence as Tokens
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.kv_parts import KvGrid, box_of
@@ -297,7 +297,7 @@ class PlainEngine:
             counts=tuple(map(len, said)) if self._block_tokens > 1 else (),
         )
 
-    def _prompt_scores(self, spans: Sequence[Span[Row]]) -> Iterator[tuple[RequestId, bytes]]:
+    def _prompt_scores(self, spans: Sequence[TokenSpan[Row]]) -> Iterator[tuple[RequestId, bytes]]:
         """Of each prompt token behind a position: its own number, so that one in another's place is noticed."""
         for span in spans:
             row, first = span.sequence, span.sequence.params.prompt_logprobs_from

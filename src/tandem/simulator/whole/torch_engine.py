@@ -30,7 +30,7 @@ from tandem.engine.late_tokens import RunBatch
 from tandem.sampling import Payload, SamplingParams, TokenScore
 from tandem.server import worker_process
 from tandem.server.processes import Launch
-from tandem.server.worker_process import Loaded, Place
+from tandem.server.worker_process import Loaded, WorkerPlace
 from tandem.simulator.whole import collectives
 from tandem.simulator.whole.cluster import MODEL, PlainModel
 from tandem.simulator.whole.network import TCP_CAPACITY
@@ -122,7 +122,7 @@ def of_workers(model: PlainModel) -> list[Replacement]:
     ]
 
 
-def load_engine(launch: Launch, place: Place) -> Loaded:
+def load_engine(launch: Launch, place: WorkerPlace) -> Loaded:
     """As a worker process does. The memory stays when its descriptor, which is one of the real machine, is given back.
 
     Raises as `worker_process.load_engine`.

@@ -31,7 +31,7 @@ from tandem.server.processes import Launch
 from tandem.server.record_file import BrokenRecord, NothingWritten, StepRaised
 from tandem.server.replays import replay_alone
 from tandem.server.router.app import CONTROL_SECONDS
-from tandem.server.worker_process import Loaded, Place
+from tandem.server.worker_process import Loaded, WorkerPlace
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult
@@ -198,7 +198,7 @@ class World:
             found.append((puller, "MAX_READ_PAGES", narrows.read_pages))
         return found
 
-    def _load_engine(self, launch: Launch, place: Place, *, model: PlainModel) -> Loaded:
+    def _load_engine(self, launch: Launch, place: WorkerPlace, *, model: PlainModel) -> Loaded:
         process = self.kernel.current().process
         if self.starvation.refuses("no_memory", process):
             raise MemoryError("no memory for a KV pool")
