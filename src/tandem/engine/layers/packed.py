@@ -45,8 +45,9 @@ class PackedWeight:
 
     def plain(self, dtype: torch.dtype, *, first: int = 0, count: int | None = None) -> Tensor:
         """Rows [first, first + count), [count, inputs]; by torch"""
-        together = library.PACKED_MULTIPLE
-        pairs = self.values.view(-1, self.values.shape[1] // 2, together, 2)
-        rows = pairs.transpose(1, 2).reshape(self.values.shape)
-        outputs, inputs = self.shape
-        return rows[first : outputs if count is None else first + count, :inputs].to(dtype)
+        together, (outputs, inputs) = library.PACKED_MULTIPLE, self.shape
+        end = outputs if count is None else first + count
+        begin = first // together
+        blocks = self.values.view(-1, self.values.shape[1] // 2, together, 2)[begin : -(-end // together)]
+        rows = blocks.transpose(1, 2).reshape(-1, self.values.shape[1])
+        return rows[first - begin * together : end - begin * together, :inputs].to(dtype)
