@@ -162,7 +162,7 @@ def shards_of_stages(number, at):
     noted(process_group, "greet")
     noted(process_group.ProcessPipeline, "greet")
     rank = all_ranks(2, 2)[number]
-    peers = process_group.ReplicaGroup(rank, **at)
+    peers = process_group.ReplicaGroup(rank, at)
     value = float(rank.tp_rank)
     if rank.pp_rank > 0:
         value = float(peers.pipeline.receive_hidden(2, 3, torch.float32)[1, 2])
@@ -179,7 +179,7 @@ def shards_of_stages(number, at):
 def ranks_that_step_together(number, at):
     noted(row_exchange, "close_doors")
     noted(row_exchange, "greet")
-    ranks = row_exchange.RowExchange(Shard(number, 2), Lockstep(2), **at)
+    ranks = row_exchange.RowExchange(Shard(number, 2), Lockstep(2), at)
     assert ranks.meet(number + 1)
     rows = ranks.rows(torch.full((number + 1, 2), float(number)))
     assert rows[:, 0].tolist() == [0, 1, 1]
@@ -190,7 +190,7 @@ kind, size = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
 process_group.backends = lambda gloo, device: "cpu:" + gloo if device == AT else "no device"
 listener = socket.create_server(("127.0.0.1", 0))
-at = {"host": "127.0.0.1", "port": listener.getsockname()[1], "device": AT}
+port = listener.getsockname()[1]
 children = []
 for number in range(size):
     child = os.fork()
@@ -199,7 +199,7 @@ for number in range(size):
         faulthandler.dump_traceback_later(MEETING_S, exit=True)
         try:
             fd = listener.fileno() if number == 0 else listener.close()
-            kept = globals()[kind](number, {"listener_fd": fd, **at})
+            kept = globals()[kind](number, process_group.Meeting("127.0.0.1", port, fd, device=AT))
             assert calls == ["close_doors", "greet", "greet"][: 3 if size == 4 else 2], calls
             process_group.least(0)  # nobody ends, nor lets go of what it has sent, while another one is to hear of it
             code = 0

@@ -182,26 +182,31 @@ def as_bytes(values: Tensor) -> Tensor:
     return values.view(-1).view(torch.uint8)
 
 
-def connect(
-    number: int, size: int, *, host: str, port: int, listener_fd: int | None, own: str = "", device: str = "cpu"
-) -> None:
-    """This worker to all `size` of its group. `listener_fd`: of the socket that listens at host:port, on the first.
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the workers of a group find each other, and how one of them comes there."""
 
-    own: the address at which this worker listens for the others, where they are on several hosts; else on loopback.
-    device: where it computes; all of them have one, or none has. Raises OSError or RuntimeError when they do not come.
-    """
+    host: str
+    port: int
+    listener_fd: int | None = None  # of the socket that listens there, on the first
+    own: str = ""  # at which this worker listens for the others, where they are on several hosts; else on loopback
+    device: str = "cpu"  # where it computes; all of them have one, or none has
+
+
+def connect(number: int, size: int, at: Meeting) -> None:
+    """This worker to all `size` of its group. Raises OSError or RuntimeError when they do not come."""
     os.environ.update(INTERFACES)  # nothing of it is for other machines, whatever is set
     os.environ.setdefault(NCCL_WATCHED, "0")
-    backend = backends(gloo_at(own) if own else "gloo", device)
-    is_master = listener_fd is not None
+    backend = backends(gloo_at(at.own) if at.own else "gloo", at.device)
+    is_master = at.listener_fd is not None
     store = TCPStore(
-        host,
-        port,
+        at.host,
+        at.port,
         size,
         is_master,
         timeout=timedelta(seconds=JOIN_SECONDS),
         wait_for_workers=False,
-        master_listen_fd=listener_fd,
+        master_listen_fd=at.listener_fd,
     )
     dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timedelta(days=SILENCE_DAYS))
 
@@ -247,32 +252,22 @@ def least(number: int) -> int:
 class ReplicaGroup:
     """What a worker needs of the others of its replica."""
 
-    def __init__(
-        self,
-        rank: Rank,
-        *,
-        host: str,
-        port: int,
-        listener_fd: int | None,
-        own: str = "",
-        device: str = "cpu",
-        is_exact: bool = False,
-    ) -> None:
-        """Returns when all are there. `listener_fd`, `own` and `device`: see `connect`.
+    def __init__(self, rank: Rank, at: Meeting, *, is_exact: bool = False) -> None:
+        """Returns when all are there.
 
         Raises OSError or RuntimeError when they do not come, WorkerGone when they do not stay.
         """
-        connect(rank.shard, rank.num_shards, host=host, port=port, listener_fd=listener_fd, own=own, device=device)
+        connect(rank.shard, rank.num_shards, at)
         self._rank = rank
         self._is_exact = is_exact
         self._groups: list[dist.ProcessGroup] = []
-        self.pipeline = ProcessPipeline(rank, device)
+        self.pipeline = ProcessPipeline(rank, at.device)
         self.group = self._tensor_group() if rank.tp_size > 1 else OneShard()
         self.context = self._context_group() if rank.cp_size > 1 else OneContext()
         least(0)  # all have connected to all
         close_doors()
-        if device != "cpu":
-            greet(device, self._groups)
+        if at.device != "cpu":
+            greet(at.device, self._groups)
             self.pipeline.greet()
 
     def _tensor_group(self) -> TensorGroup:

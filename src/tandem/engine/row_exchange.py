@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.core.lockstep import Lockstep
 from tandem.engine.closed_doors import close_doors
 from tandem.engine.parallel import Shard
-from tandem.engine.process_group import as_bytes, connect, gathered, greet, joined_rows, least, others_there
+from tandem.engine.process_group import Meeting, as_bytes, connect, gathered, greet, joined_rows, least, others_there
 
 NO_BATCH = -1  # said instead of a number of rows
 PROMPTS = 1 << 32  # added to that of a rank which computes prompts
@@ -25,18 +25,8 @@ class RowExchange:
 
     is_exact = False
 
-    def __init__(
-        self,
-        shard: Shard,
-        lockstep: Lockstep,
-        *,
-        host: str,
-        port: int,
-        listener_fd: int | None,
-        own: str = "",
-        device: str = "cpu",
-    ) -> None:
-        """Returns when all are there. `lockstep`: told of every step; the others: as `connect` has them.
+    def __init__(self, shard: Shard, lockstep: Lockstep, at: Meeting) -> None:
+        """Returns when all are there. `lockstep`: told of every step.
 
         Raises OSError or RuntimeError when they do not come, WorkerGone when they do not stay.
         """
@@ -44,11 +34,11 @@ class RowExchange:
         self._lockstep = lockstep
         self._sizes: Sequence[int] = ()  # rows of each rank in this step
         self.num_prefill_ranks = 0
-        connect(shard.rank, shard.size, host=host, port=port, listener_fd=listener_fd, own=own, device=device)
+        connect(shard.rank, shard.size, at)
         least(0)  # all have connected to all
         close_doors()
-        if device != "cpu":
-            greet(device, [None])
+        if at.device != "cpu":
+            greet(at.device, [None])
 
     def meet(self, rows: int | None, *, has_prompts: bool = False) -> bool:
         own = torch.tensor([NO_BATCH if rows is None else rows + PROMPTS * has_prompts], dtype=torch.int64)

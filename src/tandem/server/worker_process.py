@@ -328,7 +328,7 @@ class WorkerPlace:
 
 
 def join_replica(launch: Launch, listener_fd: int | None) -> WorkerPlace:
-    """Returns when all are there. Raises ServerFailure, ModelError. `listener_fd`: see `process_group.connect`."""
+    """Returns when all are there. Raises ServerFailure, ModelError. `listener_fd`: see `process_group.Meeting`."""
     device = devices.take(launch.config.device, worker=launch.worker, workers=launch.config.num_workers)
     topology, lockstep = launch.topology, Lockstep(launch.topology.attn_dp_size)
     if launch.rank.num_shards == topology.attn_dp_size == 1:
@@ -336,13 +336,12 @@ def join_replica(launch: Launch, listener_fd: int | None) -> WorkerPlace:
     # torch.distributed costs who has nobody to talk to a good part of its start.
     process_group = importlib.import_module("tandem.engine.process_group")
     row_exchange = importlib.import_module("tandem.engine.row_exchange")
-    at = {"host": launch.group_host, "port": launch.group_port, "own": launch.group_own}
-    at |= {"listener_fd": listener_fd, "device": device}
+    at = process_group.Meeting(launch.group_host, launch.group_port, listener_fd, launch.group_own, device)
     try:
         if topology.attn_dp_size > 1:
-            ranks = row_exchange.RowExchange(Shard(topology.attn_dp_rank, topology.attn_dp_size), lockstep, **at)
+            ranks = row_exchange.RowExchange(Shard(topology.attn_dp_rank, topology.attn_dp_size), lockstep, at)
             return WorkerPlace(device, OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
-        peers = process_group.ReplicaGroup(launch.rank, is_exact=launch.config.deterministic, **at)
+        peers = process_group.ReplicaGroup(launch.rank, at, is_exact=launch.config.deterministic)
     except (OSError, RuntimeError) as error:
         raise ServerFailure(f"the workers of this server do not find each other: {error}") from error
     return WorkerPlace(device, peers.group, peers.pipeline, process_group.least, OneRank(), lockstep, peers.context)
