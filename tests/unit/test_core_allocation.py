@@ -186,6 +186,13 @@ def bring_to(state: State) -> tuple[World, Replica, Replica, RequestId, RequestI
     return world, prefill, decode, left, right
 
 
+def assert_both_let_go(world: World, prefill: Replica, decode: Replica) -> None:
+    for node in (prefill, decode):
+        node.release()
+    world.run()
+    assert_nothing_is_held([prefill, decode])
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_whoever_leaves_in_any_state_leaves_nothing_behind(state: State) -> None:
     world, prefill, decode, left, right = bring_to(state)
@@ -195,10 +202,7 @@ def test_whoever_leaves_in_any_state_leaves_nothing_behind(state: State) -> None
     assert len(decode.said(CancelPull)) == (state is State.ARRIVING)
     assert decode.cause(right) is Cause.ABORTED
     assert prefill.cause(left) is Cause.PEER_ABORTED
-    for node in (prefill, decode):
-        node.release()
-    world.run()
-    assert_nothing_is_held([prefill, decode])
+    assert_both_let_go(world, prefill, decode)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -218,10 +222,7 @@ def test_a_prefill_whose_client_leaves_ends_both_halves_in_any_state(state: Stat
     world.abort(prefill, left)
     world.run()
     assert decode.cause(right) is Cause.PEER_ABORTED
-    for node in (prefill, decode):
-        node.release()
-    world.run()
-    assert_nothing_is_held([prefill, decode])
+    assert_both_let_go(world, prefill, decode)
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -1,13 +1,10 @@
 """The native kernels against fp64: fresh random inputs, odd sizes, outputs that begin as NaN, every instruction set."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from attention_world import World
-from kernel_inputs import fresh_generator, poisoned_memory
 from tandem.engine.layers.product import product
 from tandem.engine.native import library
 from tandem.engine.native.library import OFF, ONE_ORDER, SWITCH, BatchView, Kernels
@@ -21,15 +18,7 @@ SHAPES += ((4, 9, 66), (10, 38, 66), (103, 36, 33))  # tiles of rows and outputs
 SHAPES += ((8, 37, 2900), (25, 70, 1410), (97, 33, 1601))  # panels of inputs; the last are not full
 
 
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    with poisoned_memory():
-        yield
-
-
-@pytest.fixture
-def draw() -> torch.Generator:
-    return fresh_generator()
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def near(found: Tensor, exact: Tensor, dtype: torch.dtype, *, terms: int = 1, added: Tensor | None = None) -> None:

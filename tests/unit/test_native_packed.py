@@ -1,13 +1,10 @@
 """Packed weights: the products of fp64, whatever the rows and threads, and the weight itself again."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernel_inputs import fresh_generator, poisoned_memory
 from tandem.engine.layers.packed import PackedWeight
 from tandem.engine.layers.product import product
 from tandem.engine.native import library
@@ -18,15 +15,7 @@ SHAPES = ((1, 1, 1), (1, 33, 48), (2, 7, 5), (5, 64, 96), (12, 32, 64), (13, 31,
 SHAPES += ((11, 9, 66), (24, 70, 1410), (97, 33, 1601), (7, 100, 33))
 
 
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    with poisoned_memory():
-        yield
-
-
-@pytest.fixture
-def draw() -> torch.Generator:
-    return fresh_generator()
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def pair(draw: torch.Generator, kernels: library.Kernels, outputs: int, inputs: int) -> tuple[Tensor, PackedWeight]:

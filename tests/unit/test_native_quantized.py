@@ -1,11 +1,8 @@
 """Weights of few bits against fp64: fresh random codes, odd sizes, outputs that begin as NaN, every instruction set."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from kernel_inputs import fresh_generator, poisoned_memory
 from tandem.engine.layers import product as products
 from tandem.engine.layers import torch_linear
 from tandem.engine.layers.quantized import QuantizedWeight, quantized
@@ -30,15 +27,7 @@ SHAPES = (
 SIXTEENS = ((1, 64, 16, 16), (3, 32, 80, 16), (8, 33, 1008, 16), (20, 40, 304, 16))  # of 8 bits only
 
 
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    with poisoned_memory():
-        yield
-
-
-@pytest.fixture
-def draw() -> torch.Generator:
-    return fresh_generator()
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def drawn(

@@ -1,6 +1,6 @@
 """The native scan of Mamba 2 against the recurrence written out in fp64, with every instruction set."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_inputs import fresh_generator, poisoned_memory
+from kernel_inputs import fresh_generator
 from tandem.engine.native import library
 from tandem.engine.native.library import Kernels, ScanView, StatesView
 
@@ -16,10 +16,7 @@ VARIANTS = library.available()
 NO_PAGE = -1
 
 
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @dataclass
