@@ -1649,14 +1649,6 @@ OTHERS = (
         'graph = ""',
         "unit/test_log_lines.py::test_a_decode_line_says_whether_it_was_a_cuda_graph_where_there_are_some",
     ),
-    # decision 015: which batches are torch's
-    Break(
-        "no_batch_is_too_large_for_the_kernels",
-        "engine/attention/native.py",
-        "if self._torch is not None and batch.positions.shape[0] > self.kernels.most_rows(self.kv.dtype):",
-        "if self._torch is not None and batch.positions.shape[0] > 1 << 30:",
-        "unit/test_native_kernels.py::test_batches_beyond_what_is_faster_here_are_attended_by_torch",
-    ),
     # decision 028: how small a batch of prompts may become
     Break(
         "chunks_shrink_to_the_least_where_a_batch_costs_more_than_the_stall",

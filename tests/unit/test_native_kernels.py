@@ -7,7 +7,7 @@ from torch import Tensor
 from attention_world import World
 from tandem.engine.layers.product import product
 from tandem.engine.native import library
-from tandem.engine.native.library import OFF, ONE_ORDER, SWITCH, BatchView, Kernels
+from tandem.engine.native.library import OFF, ONE_ORDER, SWITCH, Kernels
 
 VARIANTS = library.available()
 DTYPES = (torch.float32, torch.bfloat16)
@@ -149,28 +149,6 @@ def test_attention_is_that_of_fp64(
 
     for out, expected in world.play():
         near(out, expected, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_batches_beyond_what_is_faster_here_are_attended_by_torch(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SWITCH, name)
-    monkeypatch.setitem(library.MOST_ROWS, (name, dtype), 20)
-    world = World("native", (6, 2), 4, head_dim=36, dtype=dtype)
-    sizes: list[int] = []  # of the batches that came to the kernels
-    attention = Kernels.attention
-
-    def seen(self: Kernels, kv: Tensor, batch: BatchView, *args: Tensor, layer: int) -> None:
-        sizes.append(batch.num_tokens)
-        attention(self, kv, batch, *args, layer=layer)
-
-    monkeypatch.setattr(Kernels, "attention", seen)
-    for spans in ([(1, 0, 20)], [(2, 0, 7), (3, 0, 33)]):
-        for out, expected in world.step(*spans):
-            near(out, expected, dtype)
-    assert set(sizes) == {20}
 
 
 @pytest.mark.parametrize("name", VARIANTS)

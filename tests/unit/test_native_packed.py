@@ -42,8 +42,8 @@ def test_products_are_those_of_fp64_whatever_the_rows_and_threads(name: str, dra
             torch.set_num_threads(1)
             for row in (0, rows // 2, rows - 1):
                 assert torch.equal(kernels.linear(x[row:][:1], packed, bias), found[row:][:1]), "nor other rows"
-            if not kernels.packs(torch.bfloat16):
-                assert torch.equal(found, kernels.linear(x, weight, bias)), "it is unpacked, and nothing else"
+            if name != "avx512_bf16":  # whose sums of packed weights have an order of their own
+                assert torch.equal(kernels.linear(x, weight, bias), found), "it is packed or unpacked, and nothing else"
 
 
 @pytest.mark.parametrize("name", VARIANTS)

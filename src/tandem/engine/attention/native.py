@@ -1,7 +1,5 @@
 """Attention by the native kernels: keys and values are read in place from their pages, and nothing is masked or padded.
 
-Where torch's products of matrices are faster (`Kernels.most_rows`), batches of many tokens are torch's.
-
 Layers may have windows of their own. Scores that are capped, or divided by anything but the root of the head dimension,
 are torch's.
 
@@ -48,15 +46,9 @@ class NativeAttention:
         self._windows = [window or 0 for window in rules.windows[: kv.num_cells]]
         self._views: dict[int, BatchView] = {}  # by window
         self._arrays: tuple[np.ndarray, ...] = ()  # which the views point to
-        self._torch = None if deterministic else TorchSdpa(kv, rules=rules, deterministic=False)
-        self._is_large = False  # the batch that was planned is `_torch`'s
 
     def plan(self, batch: Batch) -> None:
-        self._is_large, self.view = False, BatchView()
-        if self._torch is not None and batch.positions.shape[0] > self.kernels.most_rows(self.kv.dtype):
-            self._is_large = True
-            self._torch.plan(batch)
-            return
+        self.view = BatchView()
         positions = batch.rows.tokens(batch.positions).numpy()
         tables = np.empty(len(positions), dtype=np.int64)
         pages, filled = [], 0
@@ -75,8 +67,6 @@ class NativeAttention:
             (self.view,) = self._views.values()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int) -> Tensor:
-        if self._is_large and self._torch is not None:
-            return self._torch.forward(q, k, v, layer=layer)
         out = torch.empty(q.shape, dtype=q.dtype)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         view = self._views[self._windows[layer]]

@@ -39,7 +39,7 @@ def gelu_tanh_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     have promised that a row keeps its bits.
     """
     kernels = library.fitting(gate)
-    is_by_row = gate.shape[0] <= TILE_ROWS or (kernels is not None and kernels.alone)
+    is_by_row = gate.shape[0] <= TILE_ROWS or (kernels is not None and kernels.deterministic)
     for piece in _row_pieces(gate) if is_by_row else (gate,):
         piece.copy_(functional.gelu(piece, approximate="tanh"))
     return gate.mul_(up)

@@ -1,4 +1,4 @@
-"""Rows times a weight: by the native kernels where they are faster, else by torch."""
+"""Rows times a weight: by the native kernels where there are some, else by torch."""
 
 from torch import Tensor
 
@@ -10,6 +10,6 @@ from tandem.engine.native import library
 def product(x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
     """x: [n, in_features], weight: [out_features, in_features]; returns [n, out_features]."""
     kernels = library.fitting(x)
-    if kernels is not None and x.shape[0] <= kernels.most_rows(x.dtype):
+    if kernels is not None:
         return kernels.linear(x, weight, bias)
     return torch_linear.linear(x, weight, bias) if isinstance(weight, Tensor) else quantized.product(x, weight, bias)

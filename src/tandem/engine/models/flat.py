@@ -78,7 +78,7 @@ class FlatBlocks:
         """x: [n, hidden]"""
         if not isinstance(attention, NativeAttention) or not x.is_contiguous():
             return False
-        return attention.view.num_tokens == x.shape[0] <= attention.kernels.most_rows(x.dtype)
+        return attention.view.num_tokens == x.shape[0]
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: NativeAttention) -> Tensor:
         """x: [n, hidden], in place. cos, sin: [positions, head_dim], of all positions up to the last of the batch."""

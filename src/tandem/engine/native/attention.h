@@ -1,7 +1,7 @@
 // Attention read in place from the pages of the KV memory.
 //
 // Tokens of one request that stand together, and the query heads that look at one KV head, are the rows of a unit of
-// work. Keys come in blocks, of 16 or 32, whose first position is a multiple of that; a row takes them in order of
+// work. Keys come in blocks, of 16, 32 or 64, whose first position is a multiple of that; a row takes them in order of
 // positions with a running maximum, and a block that it does not see leaves it as it is. So the bits of a row depend on its own
 // keys only: not on the rows beside it, the cut of the prompt, or which pages hold it.
 #pragma once
@@ -10,14 +10,21 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <vector>
 
+#include "ahead.h"
 #include "pool.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace tandem {
 
 constexpr int MAX_HEAD_DIM = 512;
-constexpr int MAX_ROWS = 32;  // of a unit
+#if defined(__AMX_BF16__)
+constexpr int MAX_ROWS = 64;  // of a unit
+#else
+constexpr int MAX_ROWS = 32;
+#endif
 constexpr int AHEAD = 32;     // keys that are fetched before they are needed
 
 #if defined(__AVX512BF16__)
@@ -28,9 +35,10 @@ template <class T>
 using ShareOf = float;
 #endif
 
-// Of a block, in sixteens: with bf16 products a query is read once for two of these.
+// Of a block, in sixteens: with bf16 products a query is read once for two of these; tiles wait for each other less often
+// where there are more.
 template <class Share>
-constexpr int PARTS_OF = sizeof(Share) < sizeof(float) ? 2 : 1;
+constexpr int PARTS_OF = HAS_TILES<Share> ? 4 : sizeof(Share) < sizeof(float) ? 2 : 1;
 template <class Share>
 constexpr int KEYS_OF = PARTS_OF<Share> * LANES;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
@@ -120,11 +128,62 @@ struct TurnedKeys {
     }
 };
 
-// Queries of the rows, as the scores want them: padded with zeros to whole units. Rows lie next to each other: at a
+// Keys and values of a block, as its products want them. Share: the type in which values are weighted
+template <class T, class Share>
+struct KeyBlock {
+    TurnedKeys<T> keys[1];
+    const T* values[LANES];
+
+    void fill(const T* const* key_rows, const T* const* value_rows, int64_t head_dim) {
+        keys[0].fill(key_rows, head_dim);
+        std::copy(value_rows, value_rows + LANES, values);
+    }
+};
+
+#if defined(__AVX512BF16__)
+
+// Of two keys that follow each other, their values stand together.
+template <>
+struct KeyBlock<bf16, bf16> {
+    static constexpr int PARTS = PARTS_OF<bf16>, PAIRS = PARTS * LANES / 2;
+    TurnedKeys<bf16> keys[PARTS];
+    alignas(64) uint32_t values[MAX_HEAD_DIM / LANES][PAIRS][LANES];
+
+    void fill(const bf16* const* key_rows, const bf16* const* value_rows, int64_t head_dim) {
+        for (int part = 0; part < PARTS; part++) keys[part].fill(key_rows + part * LANES, head_dim);
+        for (int64_t d = 0; d < head_dim; d += 2 * LANES) {
+            const __mmask32 there = __mmask32((uint64_t(1) << std::min<int64_t>(2 * LANES, head_dim - d)) - 1);
+            for (int j = 0; j < PAIRS; j++) {
+                const __m512i first = _mm512_maskz_loadu_epi16(there, value_rows[2 * j] + d);
+                const __m512i second = _mm512_maskz_loadu_epi16(there, value_rows[2 * j + 1] + d);
+                for (int half = 0; half < 2; half++) {
+                    const __m512i place = _mm512_loadu_si512(PLACES[half].data());
+                    _mm512_store_si512(values[d / LANES + half][j], _mm512_permutex2var_epi16(first, place, second));
+                }
+            }
+        }
+    }
+
+  private:
+    static constexpr auto PLACES = [] {
+        std::array<std::array<uint16_t, 2 * LANES>, 2> found{};
+        for (int half = 0; half < 2; half++)
+            for (int i = 0; i < 2 * LANES; i++) found[half][i] = uint16_t(i % 2 * 2 * LANES + half * LANES + i / 2);
+        return found;
+    }();
+};
+
+#endif
+
+template <class T>
+using BlockOf = KeyBlock<T, ShareOf<T>>;
+
+// Queries of the rows, as the scores want them: padded with zeros to whole units, or tiles. Rows lie next to each other: at a
 // distance of MAX_HEAD_DIM they would take the same places of the first cache.
 template <class T>
 struct Queries {
     static constexpr int PER_UNIT = TurnedKeys<T>::PER_UNIT;
+    static constexpr int TOGETHER = HAS_TILES<T> ? LANES : 1;  // units
     alignas(64) float values[MAX_ROWS * MAX_HEAD_DIM];
     alignas(64) uint32_t units[MAX_ROWS * MAX_HEAD_DIM / PER_UNIT];
     int64_t num_units;
@@ -133,7 +192,7 @@ struct Queries {
     uint32_t unit(int row, int64_t u) const { return units[row * num_units + u]; }
 
     void set(int row, const T* query, int64_t head_dim) {
-        num_units = (head_dim + PER_UNIT - 1) / PER_UNIT;
+        num_units = ceil_div(head_dim, PER_UNIT * TOGETHER) * TOGETHER;
         std::memset(units + row * num_units, 0, num_units * 4);
         std::memcpy(units + row * num_units, query, head_dim * sizeof(T));
         float* to = values + row * num_units * PER_UNIT;
@@ -165,12 +224,13 @@ constexpr int ROWS_AT_ONCE = 2;
 // Products of ROWS queries, from `row` on, with the keys of a block. Of sixteen keys even and odd units have sums of their
 // own.
 template <int ROWS>
-inline void score(const Queries<float>& q, int row, const TurnedKeys<float>* keys, F16 (*scores)[1]) {
+inline void score(const Queries<float>& q, int row, const BlockOf<float>& block, F16 (*scores)[1]) {
+    const TurnedKeys<float>& keys = block.keys[0];
     F16 even[ROWS], odd[ROWS];
     for (int r = 0; r < ROWS; r++) even[r] = odd[r] = zeros();
     int64_t u = 0;
     for (; u + 2 <= q.num_units; u += 2) {
-        const F16 first = load((const float*)keys->units[u]), second = load((const float*)keys->units[u + 1]);
+        const F16 first = load((const float*)keys.units[u]), second = load((const float*)keys.units[u + 1]);
         for (int r = 0; r < ROWS; r++) {
             even[r] = fma(all(q.value(row + r, u)), first, even[r]);
             odd[r] = fma(all(q.value(row + r, u + 1)), second, odd[r]);
@@ -178,19 +238,48 @@ inline void score(const Queries<float>& q, int row, const TurnedKeys<float>* key
     }
     if (u < q.num_units)
         for (int r = 0; r < ROWS; r++)
-            even[r] = fma(all(q.value(row + r, u)), load((const float*)keys->units[u]), even[r]);
+            even[r] = fma(all(q.value(row + r, u)), load((const float*)keys.units[u]), even[r]);
     for (int r = 0; r < ROWS; r++) scores[r][0] = even[r] + odd[r];
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+
+// Of a tile of rows: what is computed of those that are not there, nobody reads.
+template <int ROWS>
+inline void score(const Queries<bf16>& q, int row, const BlockOf<bf16>& block, F16 (*scores)[4]) {
+    static_assert(ROWS == TILE_ROWS);
+    const int64_t row_bytes = q.num_units * sizeof(uint32_t);
+    written();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t u = 0; u < q.num_units; u += LANES) {
+        _tile_loadd(4, q.units + row * q.num_units + u, row_bytes);
+        _tile_loadd(5, block.keys[0].units[u], LINE_BYTES);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, block.keys[1].units[u], LINE_BYTES);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(5, block.keys[2].units[u], LINE_BYTES);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_loadd(6, block.keys[3].units[u], LINE_BYTES);
+        _tile_dpbf16ps(3, 4, 6);
+    }
+    _tile_stored(0, scores[0], sizeof scores[0]);
+    _tile_stored(1, scores[0] + 1, sizeof scores[0]);
+    _tile_stored(2, scores[0] + 2, sizeof scores[0]);
+    _tile_stored(3, scores[0] + 3, sizeof scores[0]);
+}
+
+#elif defined(__AVX512BF16__)
 
 template <int ROWS>
-inline void score(const Queries<bf16>& q, int row, const TurnedKeys<bf16>* keys, F16 (*scores)[2]) {
+inline void score(const Queries<bf16>& q, int row, const BlockOf<bf16>& block, F16 (*scores)[2]) {
     F16 sums[ROWS][2];
     for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = zeros();
     for (int64_t u = 0; u < q.num_units; u++) {
-        const auto first = in_register((__m512bh)_mm512_load_si512(keys[0].units[u]));
-        const auto second = in_register((__m512bh)_mm512_load_si512(keys[1].units[u]));
+        const auto first = in_register((__m512bh)_mm512_load_si512(block.keys[0].units[u]));
+        const auto second = in_register((__m512bh)_mm512_load_si512(block.keys[1].units[u]));
         for (int r = 0; r < ROWS; r++) {
             const auto query = in_register((__m512bh)_mm512_set1_epi32(int(q.unit(row + r, u))));
             sums[r][0] = {_mm512_dpbf16_ps(sums[r][0].v, first, query)};
@@ -204,11 +293,12 @@ inline void score(const Queries<bf16>& q, int row, const TurnedKeys<bf16>* keys,
 #else
 
 template <int ROWS>
-inline void score(const Queries<bf16>& q, int row, const TurnedKeys<bf16>* keys, F16 (*scores)[1]) {
+inline void score(const Queries<bf16>& q, int row, const BlockOf<bf16>& block, F16 (*scores)[1]) {
+    const TurnedKeys<bf16>& keys = block.keys[0];
     F16 even[ROWS], odd[ROWS];
     for (int r = 0; r < ROWS; r++) even[r] = odd[r] = zeros();
     for (int64_t u = 0; u < q.num_units; u++) {
-        const F16 first = low_half(keys->units[u]), second = high_half(keys->units[u]);
+        const F16 first = low_half(keys.units[u]), second = high_half(keys.units[u]);
         for (int r = 0; r < ROWS; r++) {
             even[r] = fma(all(q.value(row + r, 2 * u)), first, even[r]);
             odd[r] = fma(all(q.value(row + r, 2 * u + 1)), second, odd[r]);
@@ -273,8 +363,9 @@ struct Mixture {
 
     // Takes the scores of a block in. A score that is NaN makes the row NaN.
     __attribute__((always_inline)) void weigh(int r, const F16 (&scores)[PARTS]) {
-        const F16 both = larger(scores[0], scores[PARTS - 1]);
-        if (any_larger(both, all(most[r]))) [[unlikely]] raise_to(r, std::max(most[r], largest(both)));
+        F16 best = scores[0];
+        for (int p = 1; p < PARTS; p++) best = larger(best, scores[p]);
+        if (any_larger(best, all(most[r]))) [[unlikely]] raise_to(r, std::max(most[r], largest(best)));
         F16 total = load(totals[r]);
         for (int p = 0; p < PARTS; p++) {
             const F16 weights = power(scores[p] - all(most[r]));
@@ -286,13 +377,13 @@ struct Mixture {
 };
 
 // sums += shares * values, for ROWS rows from `row` on and 16 * PARTS elements from d on
-template <class T, int ROWS, int PARTS>
-inline void mix(Mixture<float>& mixture, int row, const T* const* values, int64_t d, int64_t head_dim) {
+template <int ROWS, int PARTS, class T>
+inline void mix_part(Mixture<float>& mixture, int row, const KeyBlock<T, float>& block, int64_t d, int64_t head_dim) {
     F16 acc[ROWS][PARTS];
     mixture.template load_sums<ROWS, PARTS>(row, d, acc);
     for (int j = 0; j < Mixture<float>::KEYS; j++) {
         F16 value[PARTS];
-        for (int p = 0; p < PARTS; p++) value[p] = load_at(values[j], d + p * LANES, head_dim);
+        for (int p = 0; p < PARTS; p++) value[p] = load_at(block.values[j], d + p * LANES, head_dim);
         for (int r = 0; r < ROWS; r++) {
             const F16 share = all(mixture.shares[row + r][j]);
             for (int p = 0; p < PARTS; p++) acc[r][p] = fma(share, value[p], acc[r][p]);
@@ -301,35 +392,70 @@ inline void mix(Mixture<float>& mixture, int row, const T* const* values, int64_
     mixture.template store_sums<ROWS, PARTS>(row, d, acc);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
-// The same, two keys at a time. PARTS: 1 or 2
-template <class T, int ROWS, int PARTS>
-inline void mix(Mixture<bf16>& mixture, int row, const bf16* const* values, int64_t d, int64_t head_dim) {
-    static constexpr auto places = [] {
-        std::array<std::array<uint16_t, 2 * LANES>, 2> found{};
-        for (int part = 0; part < 2; part++)
-            for (int i = 0; i < 2 * LANES; i++) found[part][i] = uint16_t(i % 2 * 2 * LANES + part * LANES + i / 2);
-        return found;
-    }();
-    const __mmask32 there = __mmask32((uint64_t(1) << std::min<int64_t>(2 * LANES, head_dim - d)) - 1);
-    __m512i place[PARTS];
-    for (int p = 0; p < PARTS; p++) place[p] = _mm512_loadu_si512(places[p].data());
+// The same, two keys at a time
+template <int ROWS, int PARTS>
+inline void mix_part(Mixture<bf16>& mixture, int row, const KeyBlock<bf16, bf16>& block, int64_t d, int64_t) {
     F16 acc[ROWS][PARTS];
     mixture.template load_sums<ROWS, PARTS>(row, d, acc);
-    for (int j = 0; j < Mixture<bf16>::KEYS; j += 2) {
-        const __m512i first = _mm512_maskz_loadu_epi16(there, values[j] + d);
-        const __m512i second = _mm512_maskz_loadu_epi16(there, values[j + 1] + d);
+    for (int j = 0; j < block.PAIRS; j++) {
         __m512bh pairs[PARTS];
-        for (int p = 0; p < PARTS; p++) pairs[p] = (__m512bh)_mm512_permutex2var_epi16(first, place[p], second);
+        for (int p = 0; p < PARTS; p++) pairs[p] = (__m512bh)_mm512_load_si512(block.values[d / LANES + p][j]);
         for (int r = 0; r < ROWS; r++) {
             uint32_t two;
-            std::memcpy(&two, mixture.shares[row + r] + j, sizeof two);
+            std::memcpy(&two, mixture.shares[row + r] + 2 * j, sizeof two);
             const __m512bh share = (__m512bh)_mm512_set1_epi32(int(two));
             for (int p = 0; p < PARTS; p++) acc[r][p] = {_mm512_dpbf16_ps(acc[r][p].v, share, pairs[p])};
         }
     }
     mixture.template store_sums<ROWS, PARTS>(row, d, acc);
+}
+
+#endif
+
+template <int ROWS, class T, class Share>
+inline void mix(Mixture<Share>& mixture, int row, const KeyBlock<T, Share>& block, int64_t head_dim) {
+    int64_t d = 0;
+    for (; d + 2 * LANES <= head_dim; d += 2 * LANES) mix_part<ROWS, 2>(mixture, row, block, d, head_dim);
+    for (; d < head_dim; d += LANES) mix_part<ROWS, 1>(mixture, row, block, d, head_dim);
+}
+
+#if defined(__AMX_BF16__)
+
+template <int ROWS>
+inline void mix(Mixture<bf16>& mixture, int row, const KeyBlock<bf16, bf16>& block, int64_t) {
+    static_assert(ROWS == TILE_ROWS);
+    const int64_t row_bytes = mixture.width * sizeof(float);
+    constexpr int64_t SHARES_BYTES = sizeof mixture.shares[0];
+    written();
+    _tile_loadd(6, mixture.shares[row], SHARES_BYTES);
+    _tile_loadd(7, mixture.shares[row] + 2 * LANES, SHARES_BYTES);
+    int64_t d = 0;
+    for (; d + 2 * LANES <= mixture.width; d += 2 * LANES) {
+        const auto &first = block.values[d / LANES], &second = block.values[d / LANES + 1];
+        float* to = mixture.row(row) + d;
+        _tile_loadd(0, to, row_bytes);
+        _tile_loadd(2, first, LINE_BYTES);
+        _tile_dpbf16ps(0, 6, 2);
+        _tile_loadd(1, to + LANES, row_bytes);
+        _tile_loadd(3, second, LINE_BYTES);
+        _tile_dpbf16ps(1, 6, 3);
+        _tile_loadd(4, first + LANES, LINE_BYTES);
+        _tile_dpbf16ps(0, 7, 4);
+        _tile_loadd(5, second + LANES, LINE_BYTES);
+        _tile_dpbf16ps(1, 7, 5);
+        _tile_stored(0, to, row_bytes);
+        _tile_stored(1, to + LANES, row_bytes);
+    }
+    if (d == mixture.width) return;
+    const auto& values = block.values[d / LANES];
+    _tile_loadd(0, mixture.row(row) + d, row_bytes);
+    _tile_loadd(2, values, LINE_BYTES);
+    _tile_loadd(4, values + LANES, LINE_BYTES);
+    _tile_dpbf16ps(0, 6, 2);
+    _tile_dpbf16ps(0, 7, 4);
+    _tile_stored(0, mixture.row(row) + d, row_bytes);
 }
 
 #endif
@@ -344,15 +470,16 @@ inline F16 seen_only(F16 scores, int64_t first_key, int64_t least, int64_t last)
     return load(some);
 }
 
+// rows: ROWS, or fewer of a tile
 template <class T, int ROWS>
-inline void take_block(const Queries<T>& q, int row, const TurnedKeys<T>* keys, const T* const* values,
-                       const int64_t* positions, int64_t first_key, int64_t window, float scale, int64_t head_dim,
+inline void take_block(const Queries<T>& q, int row, int rows, const BlockOf<T>& block, const int64_t* positions,
+                       int64_t first_key, int64_t window, float scale, int64_t head_dim,
                        Mixture<ShareOf<T>>& mixture) {
     constexpr int KEYS = KEYS_OF<ShareOf<T>>, PARTS = PARTS_OF<ShareOf<T>>;
-    F16 scores[ROWS][PARTS];
-    score<ROWS>(q, row, keys, scores);
+    alignas(64) F16 scores[ROWS][PARTS];
+    score<ROWS>(q, row, block, scores);
     bool any = false;
-    for (int r = 0; r < ROWS; r++) {
+    for (int r = 0; r < rows; r++) {
         const int64_t last = positions[row + r], least = window ? last + 1 - window : 0;
         if (last < first_key || least > first_key + KEYS - 1) {  // of this block nothing
             std::memset(mixture.shares[row + r], 0, sizeof mixture.shares[row + r]);
@@ -364,27 +491,24 @@ inline void take_block(const Queries<T>& q, int row, const TurnedKeys<T>* keys, 
         mixture.weigh(row + r, seen);
         any = true;
     }
-    if (!any) return;
-    int64_t d = 0;
-    for (; d + 2 * LANES <= head_dim; d += 2 * LANES) mix<T, ROWS, 2>(mixture, row, values, d, head_dim);
-    for (; d < head_dim; d += LANES) mix<T, ROWS, 1>(mixture, row, values, d, head_dim);
+    if (any) mix<ROWS>(mixture, row, block, head_dim);
 }
 
 template <class T, int ROWS>
-inline void take_rows(const Queries<T>& q, int row, int rows, const TurnedKeys<T>* keys, const T* const* values,
-                      const int64_t* positions, int64_t first_key, int64_t window, float scale, int64_t head_dim,
+inline void take_rows(const Queries<T>& q, int row, int rows, const BlockOf<T>& block, const int64_t* positions,
+                      int64_t first_key, int64_t window, float scale, int64_t head_dim,
                       Mixture<ShareOf<T>>& mixture) {
-    if (rows == ROWS)
-        return take_block<T, ROWS>(q, row, keys, values, positions, first_key, window, scale, head_dim, mixture);
-    if constexpr (ROWS > 1)
-        take_rows<T, ROWS - 1>(q, row, rows, keys, values, positions, first_key, window, scale, head_dim, mixture);
+    if constexpr (ROWS > 1 && !HAS_TILES<T>)
+        if (rows < ROWS)
+            return take_rows<T, ROWS - 1>(q, row, rows, block, positions, first_key, window, scale, head_dim, mixture);
+    take_block<T, ROWS>(q, row, rows, block, positions, first_key, window, scale, head_dim, mixture);
 }
 
 // What one thread works in.
 template <class T>
 struct AttentionWork {
     Queries<T> queries;
-    TurnedKeys<T> keys[PARTS_OF<ShareOf<T>>];
+    BlockOf<T> block;
     Mixture<ShareOf<T>> mixture;
     alignas(64) T nothing[MAX_HEAD_DIM] = {};  // stands where there is no key
     alignas(64) T made[2][KEYS_OF<ShareOf<T>>][MAX_HEAD_DIM];  // keys and values of a block, where they are int8 in memory
@@ -476,10 +600,11 @@ inline void attend(AttentionWork<T>& work, const KvPages<T>& kv, const BatchView
                 values[j] = is_there ? kv.get(now.value(), work.made[1][j]) : work.nothing;
                 if (is_there) now.next();
             }
-            for (int j = 0; j < KEYS; j += LANES) work.keys[j / LANES].fill(keys + j, dim);
-            for (int r = 0; r < rows; r += ROWS_AT_ONCE)
-                take_rows<T, ROWS_AT_ONCE>(work.queries, r, std::min(ROWS_AT_ONCE, rows - r), work.keys, values,
-                                           positions, key, batch.window, scale, dim, work.mixture);
+            work.block.fill(keys, values, dim);
+            constexpr int TOGETHER = HAS_TILES<T> ? TILE_ROWS : ROWS_AT_ONCE;
+            for (int r = 0; r < rows; r += TOGETHER)
+                take_rows<T, TOGETHER>(work.queries, r, std::min(TOGETHER, rows - r), work.block, positions, key,
+                                       batch.window, scale, dim, work.mixture);
         }
         for (int r = 0; r < rows; r++) {
             const F16 total = all(sum(load(work.mixture.totals[r])));
@@ -513,6 +638,7 @@ inline void attend_all(const KvPages<T>& kv, const BatchView& batch, int64_t lay
         const int64_t then = std::max<int64_t>(0, unit - threads);
         auto next = rows_of(kv, batch, found[then / kv.kv_heads], then % kv.kv_heads, layer);
         static thread_local AttentionWork<T> work;
+        const RegistersOf<T> registers;
         attend(known(work), kv, batch, found[unit / kv.kv_heads], unit % kv.kv_heads, layer, q, out, num_heads,
                unit < threads ? nullptr : &next);
     });

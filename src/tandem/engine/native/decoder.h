@@ -4,9 +4,8 @@
 //     x += down_proj(silu(gate) * up)                      of rms_norm(x)
 #pragma once
 
-#include <vector>
-
 #include "attention.h"
+#include "buffer.h"
 #include "linear.h"
 #include "pool.h"
 #include "quantized.h"
@@ -29,42 +28,17 @@ struct Decoder {
     const void *cos, *sin;  // [positions, head_dim]
 };
 
-// Prepared rows that are read again for each block of outputs: in the second cache, beside two blocks of a weight.
-constexpr int64_t INPUT_BYTES = 400 << 10;
-
-// Memory that grows to what was asked for last and stays.
-class Buffer {
-  public:
-    void* get(int64_t bytes) {
-        if (int64_t(memory_.size()) < bytes + 64) memory_.resize(bytes + bytes / 2 + 64);
-        return (void*)(((uintptr_t)memory_.data() + 63) & ~uintptr_t(63));
-    }
-
-  private:
-    std::vector<char> memory_;
-};
-
-// Rows of x, times any weights of so many inputs.
+// Rows, times any weights of so many inputs.
 template <class T>
 class Product {
-    using In = Input<T>;
+    using X = typename InputRows<T>::type;
 
   public:
-    Product(const T* x, int64_t rows, int64_t inputs, int threads) : rows_(rows), inputs_(inputs), threads_(threads) {
-        static Buffer buffer;
-        tile_ = In::tile_rows(rows);
-        tile_size_ = In::tile_size(tile_, inputs);
-        group_ = GROUP_ROWS / tile_ * tile_;
-        const int64_t tiles = ceil_div(rows, tile_), bytes = tile_size_ * sizeof(typename In::type);
-        step_ = std::clamp<int64_t>(INPUT_BYTES / bytes * tile_ / group_, 1, 8) * group_;
-        auto* prepared = (typename In::type*)buffer.get(tiles * bytes);
-        Pool::instance().run(rows < 24 ? 1 : threads, tiles, [&](int64_t tile) {
-            const int64_t first = tile * tile_;
-            const int count = int(std::min<int64_t>(tile_, rows - first));
-            In::prepare(x + first * inputs, count, inputs, prepared + tile * tile_size_);
-        });
-        prepared_ = prepared;
-    }
+    // rows: have to outlive it
+    Product(const InputRows<T>& rows, int threads)
+        : x_(rows), rows_(rows.rows()), inputs_(rows.inputs()), threads_(threads), tile_(rows.tile()),
+          group_(GROUP_ROWS / tile_ * tile_),
+          step_(std::clamp<int64_t>(INPUT_BYTES / rows.tile_bytes() * tile_ / group_, 1, 8) * group_) {}
 
     // body(n, m, rows, next) for blocks of `outputs` from n on and groups of rows from m on. next: the block that this
     // thread most likely takes then, to be fetched; or -1
@@ -77,9 +51,7 @@ class Product {
         for (int64_t first = 0; first < rows_; first += step_) {
             const int64_t last = std::min(rows_, first + step_), shares = ceil_div(last - first, share);
             Pool::instance().run(is_small ? 1 : threads_, blocks * shares, [&](int64_t unit) {
-#if defined(__AMX_BF16__)
-                if (sizeof(T) == 2) configure_tiles();
-#endif
+                const RegistersOf<T> registers;
                 const int64_t begin = first + unit % shares * share, end = std::min(last, begin + share);
                 const int64_t block = unit / shares, then = (unit + threads_) / shares;
                 for (int64_t m = begin; m < end; m += group_) {
@@ -87,9 +59,6 @@ class Product {
                     const int rows = int(std::min<int64_t>(group_, end - m));
                     body(block * BLOCK, m, rows, has_next ? then * BLOCK : -1);
                 }
-#if defined(__AMX_BF16__)
-                if (sizeof(T) == 2) _tile_release();
-#endif
             });
         }
     }
@@ -102,14 +71,14 @@ class Product {
     // next: what is wanted after it, of `weight_at`. to: [rows, BLOCK]
     void sums(const Linear& linear, int64_t n, int64_t m, int rows, const char* next, float* to) const {
         const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
-        const auto* x = prepared_ + m / tile_ * tile_size_;
+        const X* x = x_.from(m);
         if (linear.bits) {
             of_codes(x, rows, linear, n, outputs, next, to);
         } else {
             const char* weight = weight_at(linear, n);
             const int64_t row = row_bytes<T>(linear);
-            const int64_t distance = outputs_ahead<typename In::type>(rows, outputs, inputs_) * row;
-            const Ahead ahead(weight, next, outputs * row, distance, times_read<typename In::type, T>(rows, tile_));
+            const int64_t distance = outputs_ahead<X>(rows, outputs, inputs_) * row;
+            const Ahead ahead(weight, next, outputs * row, distance, times_read<X, T>(rows, tile_));
             products(x, rows, tile_, (const T*)weight, outputs, inputs_, ahead, to);
         }
         if (!linear.bias) return;
@@ -123,29 +92,29 @@ class Product {
   private:
     // The weights of a block are made in the second cache, while the codes of the next one are fetched; unless there are
     // products for what they lie like.
-    void of_codes(const typename In::type* x, int rows, const Linear& linear, int64_t n, int outputs, const char* next,
+    void of_codes(const X* x, int rows, const Linear& linear, int64_t n, int outputs, const char* next,
                   float* to) const {
         if (linear.bits == PLAIN_BITS) {
-            if constexpr (HAS_PACKED<typename In::type>)
+            if constexpr (HAS_PACKED<X>)
                 return products_packed(x, rows, tile_, weight_at(linear, n), inputs_, next, to);
-        } else if constexpr (constexpr int EXPANDED = EXPANDED_ROWS<typename In::type, T>; EXPANDED > 0) {
+        } else if constexpr (constexpr int EXPANDED = EXPANDED_ROWS<X, T>; EXPANDED > 0) {
             if (rows <= EXPANDED && outputs == BLOCK) return products_of_codes<T>(x, rows, linear, n, next, to);
         }
         static thread_local Buffer buffer;
         T* weight = (T*)buffer.get(outputs * inputs_ * sizeof(T));
         for (int i = 0; i < outputs; i++) plain_row(linear, n + i, weight + i * inputs_);
         const int64_t bytes = outputs * row_bytes<T>(linear);
-        const int times = times_read<typename In::type, T>(rows, tile_) * int(8 * sizeof(T) / linear.bits);
+        const int times = times_read<X, T>(rows, tile_) * int(8 * sizeof(T) / linear.bits);
         const Ahead ahead(nullptr, next, 0, bytes, times);
         products(x, rows, tile_, (const T*)weight, outputs, inputs_, ahead, to);
     }
 
     static constexpr int64_t SMALL = 1 << 16;  // products that one thread has done before another one is awake
 
+    const InputRows<T>& x_;
     int64_t rows_, inputs_;
     int threads_, tile_;
-    int64_t tile_size_, group_, step_;  // of the prepared; rows that go through a block together; and then through the next
-    const typename In::type* prepared_;
+    int64_t group_, step_;  // rows that go through a block together; and then through the next
 };
 
 // y = x * weight + bias; adds: y += that, rounded before
@@ -166,19 +135,20 @@ void linear(const Product<T>& product, const Linear& layer, T* y, bool adds) {
     });
 }
 
-// silu(x * gate) * (x * up)
+// y: silu(x * gate) * (x * up)
 template <class T>
-void gated_linear(const Product<T>& product, const Linear& gate, const Linear& up, T* y) {
+void gated_linear(const Product<T>& product, const Linear& gate, const Linear& up, InputRows<T>& y) {
     product.run(gate.outputs, [&](int64_t n, int64_t m, int rows, int64_t next) {
         alignas(64) float opened[GROUP_ROWS][BLOCK], sums[GROUP_ROWS][BLOCK];
         product.sums(gate, n, m, rows, product.weight_at(up, n), opened[0]);
         product.sums(up, n, m, rows, product.weight_at(gate, next), sums[0]);
         const int64_t outputs = std::min<int64_t>(BLOCK, gate.outputs - n);
         for (int row = 0; row < rows; row++)
-            for (int64_t i = 0; i < outputs; i += LANES) {
-                const F16 left = rounded_to<T>(load_at(opened[row], i, outputs));
-                const F16 right = rounded_to<T>(load_at(sums[row], i, outputs));
-                store_at(y + (m + row) * gate.outputs + n, gated<T>(left, right), i, outputs);
+            for (int64_t i = 0; i < BLOCK; i += LANES) {
+                const bool is_there = i < outputs;
+                const F16 left = is_there ? rounded_to<T>(load_at(opened[row], i, outputs)) : zeros();
+                const F16 right = is_there ? rounded_to<T>(load_at(sums[row], i, outputs)) : zeros();
+                y.put(m + row, n + i, rounded_to<T>(gated<T>(left, right)));
             }
     });
 }
@@ -224,12 +194,17 @@ void write_kv(const KvPages<T>& kv, const BatchView& batch, int64_t layer, int64
 // x: [tokens, hidden], changed in place.
 template <class T>
 void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads) {
-    static Buffer buffer;
+    static Buffer buffer, inputs, inner_inputs;
     const int64_t n = batch.num_tokens, dim = model.head_dim;
     const int64_t q_size = model.heads * dim, kv_size = model.kv_heads * dim;
-    T* normed = (T*)buffer.get(n * (model.hidden + 2 * q_size + 2 * kv_size + model.inner) * sizeof(T));
+    T* normed = (T*)buffer.get(n * (model.hidden + 2 * q_size + 2 * kv_size) * sizeof(T));
     T *q = normed + n * model.hidden, *k = q + n * q_size, *v = k + n * kv_size, *mixed = v + n * kv_size;
-    T* inner = mixed + n * q_size;
+    auto filled = [&](const T* rows, int64_t count) {
+        InputRows<T> filled(inputs, n, count);
+        filled.fill(rows, threads);
+        return filled;
+    };
+    InputRows<T> inner(inner_inputs, n, model.inner);
     const KvPages<T> kv{(char*)model.kv,  model.page_size, model.kv_heads,
                         model.num_layers, dim,             model.kv_is_int8 != 0};
     const float eps = float(model.eps);
@@ -240,7 +215,7 @@ void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads)
         });
         const Linear* const projections[] = {&layer.q, &layer.k, &layer.v};
         T* const projected[] = {q, k, v};
-        three_linears(Product<T>(normed, n, model.hidden, threads), projections, projected);
+        three_linears(Product<T>(filled(normed, model.hidden), threads), projections, projected);
         for_rows(n, threads, [&](int64_t row) {
             auto turn_heads = [&](T* heads, int64_t count, const void* norm) {
                 const int64_t at = batch.positions[row] * dim;
@@ -255,12 +230,12 @@ void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads)
             write_kv(kv, batch, l, row, k + row * kv_size, v + row * kv_size);
         });
         attend_all(kv, batch, l, q, mixed, model.heads, threads);
-        linear(Product<T>(mixed, n, q_size, threads), layer.o, x, true);
+        linear(Product<T>(filled(mixed, q_size), threads), layer.o, x, true);
         for_rows(n, threads, [&](int64_t row) {
             rms_norm(x + row * model.hidden, (const T*)layer.post_norm, model.hidden, eps, normed + row * model.hidden);
         });
-        gated_linear(Product<T>(normed, n, model.hidden, threads), layer.gate, layer.up, inner);
-        linear(Product<T>(inner, n, model.inner, threads), layer.down, x, true);
+        gated_linear(Product<T>(filled(normed, model.hidden), threads), layer.gate, layer.up, inner);
+        linear(Product<T>(inner, threads), layer.down, x, true);
     }
 }
 

@@ -36,10 +36,7 @@ NEEDS: dict[str, frozenset[str]] = {
 ONE_ORDER = ("avx512", "avx2")
 SPIN_NS = 200_000  # between two steps it is milliseconds, between two loops of a step it is microseconds
 MOST_HEAD_DIM = 512
-# With more rows than these torch's libraries are faster; what is not named here is always faster.
-MOST_ROWS = {("amx_bf16", torch.bfloat16): 256}
-MANY_ROWS = 1 << 30
-PACKED = {("avx512_bf16", torch.bfloat16)}  # whose products are faster with packed weights
+PACKED = {("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16)}  # that multiply packed weights as they lie
 PACKED_MULTIPLE = 32  # outputs and inputs of a packed weight
 DTYPES = (torch.float32, torch.bfloat16)  # others are torch's
 
@@ -129,10 +126,10 @@ class StatesView(Structure):
 class Kernels:
     """One library. Every call takes as many threads as torch would."""
 
-    def __init__(self, name: str, path: Path, *, alone: bool) -> None:
-        """alone: whatever the number of rows, a product is computed here: torch's would round otherwise."""
+    def __init__(self, name: str, path: Path, *, deterministic: bool) -> None:
+        """deterministic: whoever computes with them wants a row to keep its bits."""
         self.name = name
-        self.alone = alone
+        self.deterministic = deterministic
         library = ctypes.CDLL(str(path))
         self._linear = _function(library.tandem_linear, "ipqppi")
         self._pack = _function(library.tandem_pack, "pqqpi")
@@ -150,10 +147,6 @@ class Kernels:
         """How long a thread that waits for work keeps its core."""
         self._spin(nanoseconds)
 
-    def most_rows(self, dtype: torch.dtype) -> int:
-        """Up to how many rows products and attention are faster here than in torch's libraries."""
-        return MANY_ROWS if self.alone else MOST_ROWS.get((self.name, dtype), MANY_ROWS)
-
     def linear(self, x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:
         """x: [n, inputs], weight: [outputs, inputs]"""
         out = x.new_empty(x.shape[0], weight.shape[0])
@@ -163,7 +156,7 @@ class Kernels:
 
     def packs(self, dtype: torch.dtype) -> bool:
         """Whether products take less time with a weight that is packed."""
-        return (self.name, dtype) in PACKED and not self.alone
+        return (self.name, dtype) in PACKED
 
     def pack(self, weight: Tensor) -> Tensor:
         """weight: bf16 [outputs, inputs]; returns what `packed.h` says, [outputs, inputs] that are whole blocks."""
@@ -293,9 +286,8 @@ def best(*, deterministic: bool = False) -> Kernels | None:
     if wanted == OFF:
         return None
     found = available()
-    return next(
-        (opened(name, alone=deterministic) for name in ([wanted] if wanted in names else names) if name in found), None
-    )
+    chosen = next((name for name in ([wanted] if wanted in names else names) if name in found), None)
+    return None if chosen is None else opened(chosen, deterministic=deterministic)
 
 
 @cache
@@ -306,11 +298,11 @@ def available() -> tuple[str, ...]:
 
 
 @cache
-def opened(name: str, *, alone: bool = False) -> Kernels:
-    """name: one of `available`. alone: as of `Kernels`."""
+def opened(name: str, *, deterministic: bool = False) -> Kernels:
+    """name: one of `available`. deterministic: as of `Kernels`."""
     path = _path(name)
     assert path is not None
-    return Kernels(name, path, alone=alone)
+    return Kernels(name, path, deterministic=deterministic)
 
 
 @cache

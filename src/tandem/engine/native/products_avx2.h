@@ -41,17 +41,14 @@ struct Halves<bf16> {
 template <class X>
 inline int64_t padded(int64_t inputs) { return ceil_div(inputs, LANES) * LANES; }
 
+// Sixteen inputs of a row, from k on, to their places in a tile of `rows`
 template <class T>
-inline void pack_rows(const T* x, int rows, int64_t inputs, float* to) {
-    float* second = to + padded<float>(inputs) / 2 * rows;
-    for (int64_t k = 0; k < inputs; k += LANES)
-        for (int row = 0; row < rows; row++) {
-            T some[LANES] = {};
-            std::memcpy(some, x + row * inputs + k, std::min<int64_t>(LANES, inputs - k) * sizeof(T));
-            const int64_t at = k / 2 * rows + row * 8;
-            _mm256_store_ps(to + at, Halves<T>::read(0, some));
-            _mm256_store_ps(second + at, Halves<T>::read(1, some));
-        }
+inline void place(F16 values, int row, int64_t k, int rows, int64_t inputs, float* to) {
+    T some[LANES];
+    store(some, values);
+    to += k / 2 * rows + row * 8;
+    _mm256_store_ps(to, Halves<T>::read(0, some));
+    _mm256_store_ps(to + padded<float>(inputs) / 2 * rows, Halves<T>::read(1, some));
 }
 
 // --- products of a few outputs and a tile of rows ------------------------------------------------------------------------

@@ -19,20 +19,14 @@ constexpr int micro_outputs(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 3 : 2
 
 // --- x: tiles of up to MICRO_ROWS rows, [steps][rows][COUNT], zeros behind the inputs ------------------------------------
 
-template <class T>
-inline int64_t padded(int64_t inputs) { return ceil_div(inputs, Terms<T>::COUNT) * Terms<T>::COUNT; }
+template <class X>
+inline int64_t padded(int64_t inputs) { return ceil_div(inputs, Terms<X>::COUNT) * Terms<X>::COUNT; }
 
-// X: what x is widened to
-template <class X, class T>
-inline void pack_rows(const T* x, int rows, int64_t inputs, X* to) {
+// Sixteen inputs of a row, from k on, to their place in a tile of `rows`. X: what T is widened to
+template <class T, class X>
+inline void place(F16 values, int row, int64_t k, int rows, int64_t, X* to) {
     constexpr int COUNT = Terms<X>::COUNT;
-    for (int64_t k = 0; k < inputs; k += COUNT)
-        for (int row = 0; row < rows; row++)
-            for (int i = 0; i < COUNT; i += LANES) {
-                const int64_t at = k + i;
-                store(to + k * rows + row * COUNT + i,
-                      at < inputs ? load_at(x + row * inputs, at, inputs) : zeros());
-            }
+    store(to + k / COUNT * COUNT * rows + row * COUNT + k % COUNT, values);
 }
 
 // --- products of a few outputs and a tile of rows ------------------------------------------------------------------------

@@ -286,7 +286,7 @@ inline F16 two_to(F16 x) {
 
 #endif
 
-// Rows of LANES 32-bit elements, turned in place: element j of row i becomes element i of row j.
+// Rows of LANES 32-bit elements, turned: element j of row i becomes element i of row j. distance: of rows, in elements
 #if defined(__AVX512F__)
 
 inline void transpose(__m512i rows[LANES]) {
@@ -313,16 +313,16 @@ inline void transpose(__m512i rows[LANES]) {
     }
 }
 
-inline void transpose(const uint32_t* const from[LANES], uint32_t* to) {
+inline void transpose(const uint32_t* const from[LANES], uint32_t* to, int64_t distance = LANES) {
     __m512i rows[LANES];
     for (int i = 0; i < LANES; i++) rows[i] = _mm512_loadu_si512(from[i]);
     transpose(rows);
-    for (int i = 0; i < LANES; i++) _mm512_storeu_si512(to + i * LANES, rows[i]);
+    for (int i = 0; i < LANES; i++) _mm512_storeu_si512(to + i * distance, rows[i]);
 }
 
 #else
 
-inline void transpose_eight(const uint32_t* const* from, int column, uint32_t* to) {
+inline void transpose_eight(const uint32_t* const* from, int column, uint32_t* to, int64_t distance) {
     __m256 r[8], t[8];
     for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float*)(from[i] + column));
     for (int i = 0; i < 8; i += 2) {
@@ -336,15 +336,15 @@ inline void transpose_eight(const uint32_t* const* from, int column, uint32_t* t
         r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
     }
     for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps((float*)(to + i * LANES), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-        _mm256_storeu_ps((float*)(to + (i + 4) * LANES), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+        _mm256_storeu_ps((float*)(to + i * distance), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+        _mm256_storeu_ps((float*)(to + (i + 4) * distance), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
     }
 }
 
-inline void transpose(const uint32_t* const from[LANES], uint32_t* to) {
+inline void transpose(const uint32_t* const from[LANES], uint32_t* to, int64_t distance = LANES) {
     for (int row = 0; row < LANES; row += 8)
         for (int column = 0; column < LANES; column += 8)
-            transpose_eight(from + row, column, to + column * LANES + row);
+            transpose_eight(from + row, column, to + column * distance + row, distance);
 }
 
 #endif
