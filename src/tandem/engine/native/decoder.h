@@ -4,6 +4,9 @@
 //     x += down_proj(silu(gate) * up)                      of rms_norm(x)
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "attention.h"
 #include "buffer.h"
 #include "linear.h"
@@ -28,17 +31,29 @@ struct Decoder {
     const void *cos, *sin;  // [positions, head_dim]
 };
 
-// Rows, times any weights of so many inputs.
+// Rows, times some weights of so many inputs.
 template <class T>
 class Product {
     using X = typename InputRows<T>::type;
 
   public:
     // rows: have to outlive it
-    Product(const InputRows<T>& rows, int threads)
+    Product(const InputRows<T>& rows, std::initializer_list<const Linear*> weights, int threads)
         : x_(rows), rows_(rows.rows()), inputs_(rows.inputs()), threads_(threads), tile_(rows.tile()),
           group_(GROUP_ROWS / tile_ * tile_),
-          step_(std::clamp<int64_t>(INPUT_BYTES / rows.tile_bytes() * tile_ / group_, 1, 8) * group_) {}
+          step_(std::clamp<int64_t>(INPUT_BYTES / rows.tile_bytes() * tile_ / group_, 1, 8) * group_) {
+        if constexpr (HAS_TILES<T>) {
+            const auto is_packed = [](const Linear* weight) { return weight->bits == PLAIN_BITS; };
+            if (std::all_of(weights.begin(), weights.end(), is_packed)) return;
+            static Buffer memory;
+            auto* turned = (X*)memory.get(rows.num_tiles() * rows.tile_bytes());
+            const int64_t steps = rows.tile_bytes() / sizeof(X);
+            Pool::instance().run(rows_ < 24 ? 1 : threads, rows.num_tiles(), [&](int64_t tile) {
+                for (int64_t k = tile * steps; k < (tile + 1) * steps; k++) turn(x_.from(0)[k], turned[k]);
+            });
+            turned_ = turned;
+        }
+    }
 
     // body(n, m, rows, next) for blocks of `outputs` from n on and groups of rows from m on. next: the block that this
     // thread most likely takes then, to be fetched; or -1
@@ -71,10 +86,12 @@ class Product {
     // next: what is wanted after it, of `weight_at`. to: [rows, BLOCK]
     void sums(const Linear& linear, int64_t n, int64_t m, int rows, const char* next, float* to) const {
         const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
-        const X* x = x_.from(m);
-        if (linear.bits) {
-            of_codes(x, rows, linear, n, outputs, next, to);
+        if (HAS_PACKED<X> && linear.bits == PLAIN_BITS) {
+            if constexpr (HAS_PACKED<X>) products_packed(x_.from(m), rows, tile_, weight_at(linear, n), inputs_, next, to);
+        } else if (linear.bits) {
+            of_codes(for_plain(m), rows, linear, n, outputs, next, to);
         } else {
+            const X* x = for_plain(m);
             const char* weight = weight_at(linear, n);
             const int64_t row = row_bytes<T>(linear);
             const int64_t distance = outputs_ahead<X>(rows, outputs, inputs_) * row;
@@ -90,16 +107,15 @@ class Product {
     }
 
   private:
-    // The weights of a block are made in the second cache, while the codes of the next one are fetched; unless there are
-    // products for what they lie like.
+    // The rows from m on, as weights in rows want them, and codes that become such
+    const X* for_plain(int64_t m) const { return turned_ ? turned_ + (x_.from(m) - x_.from(0)) : x_.from(m); }
+
+    // The weights of a block are made in the second cache, while the codes of the next one are fetched.
     void of_codes(const X* x, int rows, const Linear& linear, int64_t n, int outputs, const char* next,
                   float* to) const {
-        if (linear.bits == PLAIN_BITS) {
-            if constexpr (HAS_PACKED<X>)
-                return products_packed(x, rows, tile_, weight_at(linear, n), inputs_, next, to);
-        } else if constexpr (constexpr int EXPANDED = EXPANDED_ROWS<X, T>; EXPANDED > 0) {
-            if (rows <= EXPANDED && outputs == BLOCK) return products_of_codes<T>(x, rows, linear, n, next, to);
-        }
+        if constexpr (constexpr int EXPANDED = EXPANDED_ROWS<X, T>; EXPANDED > 0)
+            if (linear.bits != PLAIN_BITS && rows <= EXPANDED && outputs == BLOCK)
+                return products_of_codes<T>(x, rows, linear, n, next, to);
         static thread_local Buffer buffer;
         T* weight = (T*)buffer.get(outputs * inputs_ * sizeof(T));
         for (int i = 0; i < outputs; i++) plain_row(linear, n + i, weight + i * inputs_);
@@ -112,6 +128,7 @@ class Product {
     static constexpr int64_t SMALL = 1 << 16;  // products that one thread has done before another one is awake
 
     const InputRows<T>& x_;
+    const X* turned_ = nullptr;  // the same, for weights that are not packed; or null
     int64_t rows_, inputs_;
     int threads_, tile_;
     int64_t group_, step_;  // rows that go through a block together; and then through the next
@@ -215,7 +232,8 @@ void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads)
         });
         const Linear* const projections[] = {&layer.q, &layer.k, &layer.v};
         T* const projected[] = {q, k, v};
-        three_linears(Product<T>(filled(normed, model.hidden), threads), projections, projected);
+        three_linears(Product<T>(filled(normed, model.hidden), {&layer.q, &layer.k, &layer.v}, threads), projections,
+                      projected);
         for_rows(n, threads, [&](int64_t row) {
             auto turn_heads = [&](T* heads, int64_t count, const void* norm) {
                 const int64_t at = batch.positions[row] * dim;
@@ -230,12 +248,13 @@ void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads)
             write_kv(kv, batch, l, row, k + row * kv_size, v + row * kv_size);
         });
         attend_all(kv, batch, l, q, mixed, model.heads, threads);
-        linear(Product<T>(filled(mixed, q_size), threads), layer.o, x, true);
+        linear(Product<T>(filled(mixed, q_size), {&layer.o}, threads), layer.o, x, true);
         for_rows(n, threads, [&](int64_t row) {
             rms_norm(x + row * model.hidden, (const T*)layer.post_norm, model.hidden, eps, normed + row * model.hidden);
         });
-        gated_linear(Product<T>(filled(normed, model.hidden), threads), layer.gate, layer.up, inner);
-        linear(Product<T>(inner, threads), layer.down, x, true);
+        gated_linear(Product<T>(filled(normed, model.hidden), {&layer.gate, &layer.up}, threads), layer.gate, layer.up,
+                     inner);
+        linear(Product<T>(inner, {&layer.down}, threads), layer.down, x, true);
     }
 }
 

@@ -39,7 +39,7 @@ void tandem_linear(int is_bf16, const void* x, int64_t rows, const Linear* layer
         static Buffer memory;
         InputRows<T> inputs(memory, rows, layer->inputs);
         inputs.fill((const T*)x, threads);
-        linear(Product<T>(inputs, threads), *layer, (T*)y, false);
+        linear(Product<T>(inputs, {layer}, threads), *layer, (T*)y, false);
     });
 }
 
@@ -49,9 +49,7 @@ void tandem_pack(const void* weight, int64_t outputs, int64_t inputs, void* to, 
     Pool::instance().run(threads, ceil_div(outputs, BLOCK), [&](int64_t block) {
         const int64_t n = block * BLOCK;
         const int count = int(std::min<int64_t>(BLOCK, outputs - n));
-        Ahead nothing(nullptr, nullptr, 0, 0, 1);
-        pack_block((const bf16*)weight + n * inputs, count, inputs, (uint32_t*)((char*)to + n * packed_row_bytes(inputs)),
-                   nothing);
+        pack_block((const bf16*)weight + n * inputs, count, inputs, (uint32_t*)((char*)to + n * packed_row_bytes(inputs)));
     });
 }
 

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ahead.h"
 #include "simd.h"
 
 namespace tandem {
@@ -20,15 +19,14 @@ constexpr int64_t PAIRED_INPUTS = 32;  // a row has a multiple of so many
 
 inline int64_t packed_row_bytes(int64_t inputs) { return ceil_div(inputs, PAIRED_INPUTS) * PAIRED_INPUTS * sizeof(bf16); }
 
-// Outputs, BLOCK or fewer, of a weight [outputs, inputs], while something is fetched
-inline void pack_block(const bf16* weight, int outputs, int64_t inputs, uint32_t* to, Ahead& ahead) {
+// Outputs, BLOCK or fewer, of a weight [outputs, inputs]
+inline void pack_block(const bf16* weight, int outputs, int64_t inputs, uint32_t* to) {
     constexpr int PAIRS = PAIRED_INPUTS / 2;
     alignas(64) bf16 rows[LANES][PAIRED_INPUTS];
     const uint32_t* from[LANES];
     for (int64_t k = 0; k < inputs; k += PAIRED_INPUTS, to += PAIRS * BLOCK)
         for (int first = 0; first < BLOCK; first += LANES) {
             const int64_t count = std::min(PAIRED_INPUTS, inputs - k);
-            ahead.read(LANES);
             for (int n = 0; n < LANES; n++) {
                 const bf16* row = weight + (first + n) * inputs + k;
                 const bool is_there = first + n < outputs;

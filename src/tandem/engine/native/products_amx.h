@@ -1,12 +1,11 @@
-// Products with AMX and a packed weight (`packed.h`): tiles of sixteen rows times the sixteens of outputs of a block, 32
-// inputs at a time.
+// Products with AMX: tiles of sixteen rows times the sixteens of outputs of a block, 32 inputs at a time. Two tiles of rows
+// at a time: four products for four tiles that are read.
 //
-// The processor wants the pairs of inputs as the rows of its right operand, and so they lie in a packed weight; rows of x
-// are its left operand as they are. Two tiles of rows at a time: four products for four tiles that are read.
+// The processor wants the pairs of inputs as the rows of its right operand, and so they lie in a packed weight
+// (`packed.h`); rows of x are its left operand as they are.
 #pragma once
 
 #include "ahead.h"
-#include "buffer.h"
 #include "packed.h"
 #include "products_packed.h"
 #include "tiles.h"
@@ -58,8 +57,12 @@ inline void micro_tiles(const Tile* x, int64_t steps, const char* weight, Ahead&
 // How often each line of a block is read
 inline int times_multiplied(int rows) { return int(ceil_div(rows, 2 * TILE_ROWS)); }
 
-inline void products_of_tiles(const Tile* x, int rows, const char* weight, int64_t inputs, Ahead& ahead, float* sums) {
-    const int64_t steps = ceil_div(inputs, PAIRED_INPUTS);
+// As for other instructions, see `products_packed.h`. sums has whole tiles.
+inline void products_packed(const Tile* x, int rows, int, const char* weight, int64_t inputs, const char* next,
+                            float* sums) {
+    const int64_t bytes = BLOCK * packed_row_bytes(inputs), steps = ceil_div(inputs, PAIRED_INPUTS);
+    const int times = times_multiplied(rows);
+    Ahead ahead(weight, next, bytes, times == 1 ? std::min(NEAR_BYTES, bytes) : bytes, times);
     written();
     for (int m = 0; m < rows; m += 2 * TILE_ROWS, x += 2 * steps, sums += 2 * TILE_ROWS * BLOCK)
         if (rows - m > TILE_ROWS)
@@ -68,17 +71,58 @@ inline void products_of_tiles(const Tile* x, int rows, const char* weight, int64
             micro_tiles<1>(x, steps, weight, ahead, sums);
 }
 
-// As for other instructions, see `products_packed.h`. sums has whole tiles.
-inline void products_packed(const Tile* x, int rows, int, const char* weight, int64_t inputs, const char* next,
-                            float* sums) {
-    const int64_t bytes = BLOCK * packed_row_bytes(inputs);
-    const int times = times_multiplied(rows);
-    Ahead ahead(weight, next, bytes, times == 1 ? std::min(NEAR_BYTES, bytes) : bytes, times);
-    products_of_tiles(x, rows, weight, inputs, ahead, sums);
+// --- weights in rows -----------------------------------------------------------------------------------------------------
+//
+// To pack a weight for each use would take longer than its products with few rows. So there it is the left operand, where
+// it stands, and the tiles of x are turned to be the right one, once for all weights: the same sums, [output][row].
+
+inline void turn(const Tile& x, Tile& to) {
+    const uint32_t* from[LANES];
+    for (int m = 0; m < TILE_ROWS; m++) from[m] = (const uint32_t*)x.values[m];
+    transpose(from, (uint32_t*)to.values);
+}
+
+// Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows.
+template <int OUTPUT_TILES, int ROW_TILES>
+inline void micro_turned(const Tile* x, const bf16* weight, int outputs, int64_t inputs, Ahead& ahead,
+                         float (*sums)[TILE_ROWS][LANES]) {
+    constexpr int LINES = OUTPUT_TILES * TILE_ROWS;
+    _tile_zero(0);
+    if (OUTPUT_TILES > 1) _tile_zero(1);
+    if (ROW_TILES > 1) _tile_zero(2);
+    if (OUTPUT_TILES > 1 && ROW_TILES > 1) _tile_zero(3);
+    const int64_t steps = ceil_div(inputs, PAIRED_INPUTS);
+    Ahead fetched = ahead;  // in registers
+    auto step = [&](int64_t k, const bf16* from, int64_t row, int64_t second) __attribute__((always_inline)) {
+        fetched.read(LINES);
+        _tile_loadd(6, x[k].values, LINE_BYTES);
+        if (ROW_TILES > 1) _tile_loadd(7, x[steps + k].values, LINE_BYTES);
+        _tile_loadd(4, from, row * sizeof(bf16));
+        _tile_dpbf16ps(0, 4, 6);
+        if (ROW_TILES > 1) _tile_dpbf16ps(2, 4, 7);
+        if (OUTPUT_TILES == 1) return;
+        _tile_loadd(5, from + second, row * sizeof(bf16));
+        _tile_dpbf16ps(1, 5, 6);
+        if (ROW_TILES > 1) _tile_dpbf16ps(3, 5, 7);
+    };
+    const int64_t full = outputs == OUTPUT_TILES * TILE_ROWS ? inputs / PAIRED_INPUTS : 0;
+    for (int64_t k = 0; k < full; k++) step(k, weight + k * PAIRED_INPUTS, inputs, TILE_ROWS * inputs);
+    for (int64_t k = full; k < steps; k++) {  // what does not fill a tile, with zeros
+        alignas(64) bf16 some[OUTPUT_TILES * TILE_ROWS][PAIRED_INPUTS] = {};
+        const int64_t first = k * PAIRED_INPUTS, count = std::min(PAIRED_INPUTS, inputs - first);
+        for (int n = 0; n < outputs; n++) std::memcpy(some[n], weight + n * inputs + first, count * sizeof(bf16));
+        written();
+        step(k, some[0], PAIRED_INPUTS, TILE_ROWS * PAIRED_INPUTS);
+    }
+    ahead = fetched;
+    _tile_stored(0, sums[0], LINE_BYTES);
+    if (OUTPUT_TILES > 1) _tile_stored(1, sums[1], LINE_BYTES);
+    if (ROW_TILES > 1) _tile_stored(2, sums[2], LINE_BYTES);
+    if (OUTPUT_TILES > 1 && ROW_TILES > 1) _tile_stored(3, sums[3], LINE_BYTES);
 }
 
 template <>
-inline int times_read<Tile, bf16>(int rows, int) { return times_multiplied(rows) + 1; }
+inline int times_read<Tile, bf16>(int rows, int) { return times_multiplied(rows); }
 
 template <>
 inline int outputs_ahead<Tile>(int, int outputs, int64_t) { return outputs; }
@@ -86,13 +130,26 @@ inline int outputs_ahead<Tile>(int, int outputs, int64_t) { return outputs; }
 template <>
 constexpr int EXPANDED_ROWS<Tile, bf16> = 0;
 
-// A weight in rows is packed first, in the second cache.
+// x: turned; sums has whole tiles.
 inline void products(const Tile* x, int rows, int, const bf16* weight, int outputs, int64_t inputs, Ahead ahead,
                      float* sums) {
-    static thread_local Buffer buffer;
-    char* packed = (char*)buffer.get(BLOCK * packed_row_bytes(inputs));
-    pack_block(weight, outputs, inputs, (uint32_t*)packed, ahead);
-    products_of_tiles(x, rows, packed, inputs, ahead, sums);
+    alignas(64) float tiles[4][TILE_ROWS][LANES];
+    const int64_t steps = ceil_div(inputs, PAIRED_INPUTS);
+    const bool is_wide = outputs > TILE_ROWS;
+    written();
+    for (int m = 0; m < rows; m += 2 * TILE_ROWS, x += 2 * steps, sums += 2 * TILE_ROWS * BLOCK) {
+        const bool is_high = rows - m > TILE_ROWS;
+        if (is_wide && is_high) micro_turned<2, 2>(x, weight, outputs, inputs, ahead, tiles);
+        if (is_wide && !is_high) micro_turned<2, 1>(x, weight, outputs, inputs, ahead, tiles);
+        if (!is_wide && is_high) micro_turned<1, 2>(x, weight, outputs, inputs, ahead, tiles);
+        if (!is_wide && !is_high) micro_turned<1, 1>(x, weight, outputs, inputs, ahead, tiles);
+        for (int j = 0; j <= int(is_high); j++)
+            for (int i = 0; i <= int(is_wide); i++) {
+                const uint32_t* from[LANES];
+                for (int n = 0; n < LANES; n++) from[n] = (const uint32_t*)tiles[2 * j + i][n];
+                transpose(from, (uint32_t*)sums + j * TILE_ROWS * BLOCK + i * LANES, BLOCK);
+            }
+    }
 }
 
 #endif
