@@ -3,7 +3,7 @@
 // Tokens of one request that stand together, and the query heads that look at one KV head, are the rows of a unit of
 // work. Keys come in blocks, of 16, 32 or 64, whose first position is a multiple of that; a row takes them in order of
 // positions with a running maximum, and a block that it does not see leaves it as it is. So the bits of a row depend on its own
-// keys only: not on the rows beside it, the cut of the prompt, or which pages hold it.
+// keys only, where they are finite: not on the rows beside it, the cut of the prompt, or which pages hold it.
 #pragma once
 
 #include <algorithm>
@@ -184,19 +184,23 @@ template <class T>
 struct Queries {
     static constexpr int PER_UNIT = TurnedKeys<T>::PER_UNIT;
     static constexpr int TOGETHER = HAS_TILES<T> ? LANES : 1;  // units
-    alignas(64) float values[MAX_ROWS * MAX_HEAD_DIM];
-    alignas(64) uint32_t units[MAX_ROWS * MAX_HEAD_DIM / PER_UNIT];
+    using Value = ShareOf<T>;
+    alignas(64) Value values[MAX_ROWS * MAX_HEAD_DIM];
     int64_t num_units;
 
-    float value(int row, int64_t d) const { return values[row * num_units * PER_UNIT + d]; }
-    uint32_t unit(int row, int64_t u) const { return units[row * num_units + u]; }
+    const Value* at(int row, int64_t unit) const { return values + (row * num_units + unit) * PER_UNIT; }
+    float value(int row, int64_t d) const { return to_float(at(row, 0)[d]); }
+    uint32_t unit(int row, int64_t u) const {
+        uint32_t both;
+        std::memcpy(&both, at(row, u), sizeof both);
+        return both;
+    }
 
     void set(int row, const T* query, int64_t head_dim) {
         num_units = ceil_div(head_dim, PER_UNIT * TOGETHER) * TOGETHER;
-        std::memset(units + row * num_units, 0, num_units * 4);
-        std::memcpy(units + row * num_units, query, head_dim * sizeof(T));
-        float* to = values + row * num_units * PER_UNIT;
-        for (int64_t d = 0; d < num_units * PER_UNIT; d++) to[d] = d < head_dim ? to_float(query[d]) : 0.0f;
+        Value* to = values + row * num_units * PER_UNIT;
+        std::fill(to, to + num_units * PER_UNIT, Value{});
+        for (int64_t d = 0; d < head_dim; d += LANES) store_at(to, load_at(query, d, head_dim), d, head_dim);
     }
 };
 
@@ -255,7 +259,7 @@ inline void score(const Queries<bf16>& q, int row, const BlockOf<bf16>& block, F
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t u = 0; u < q.num_units; u += LANES) {
-        _tile_loadd(4, q.units + row * q.num_units + u, row_bytes);
+        _tile_loadd(4, q.at(row, u), row_bytes);
         _tile_loadd(5, block.keys[0].units[u], LINE_BYTES);
         _tile_dpbf16ps(0, 4, 5);
         _tile_loadd(6, block.keys[1].units[u], LINE_BYTES);
@@ -638,7 +642,7 @@ inline void attend_all(const KvPages<T>& kv, const BatchView& batch, int64_t lay
         const int64_t then = std::max<int64_t>(0, unit - threads);
         auto next = rows_of(kv, batch, found[then / kv.kv_heads], then % kv.kv_heads, layer);
         static thread_local AttentionWork<T> work;
-        const RegistersOf<T> registers;
+        [[maybe_unused]] const TileRegisters<T> registers;
         attend(known(work), kv, batch, found[unit / kv.kv_heads], unit % kv.kv_heads, layer, q, out, num_heads,
                unit < threads ? nullptr : &next);
     });

@@ -37,7 +37,7 @@ class Product {
     using X = typename InputRows<T>::type;
 
   public:
-    // rows: have to outlive it
+    // rows: have to outlive it. weights: that it is multiplied with; of tiles, one product at a time
     Product(const InputRows<T>& rows, std::initializer_list<const Linear*> weights, int threads)
         : x_(rows), rows_(rows.rows()), inputs_(rows.inputs()), threads_(threads), tile_(rows.tile()),
           group_(GROUP_ROWS / tile_ * tile_),
@@ -66,7 +66,7 @@ class Product {
         for (int64_t first = 0; first < rows_; first += step_) {
             const int64_t last = std::min(rows_, first + step_), shares = ceil_div(last - first, share);
             Pool::instance().run(is_small ? 1 : threads_, blocks * shares, [&](int64_t unit) {
-                const RegistersOf<T> registers;
+                [[maybe_unused]] const TileRegisters<T> registers;
                 const int64_t begin = first + unit % shares * share, end = std::min(last, begin + share);
                 const int64_t block = unit / shares, then = (unit + threads_) / shares;
                 for (int64_t m = begin; m < end; m += group_) {
@@ -83,7 +83,7 @@ class Product {
         return n < 0 ? nullptr : (const char*)linear.weight + n * row_bytes<T>(linear);
     }
 
-    // next: what is wanted after it, of `weight_at`. to: [rows, BLOCK]
+    // next: what is wanted after it, of `weight_at`. to: [GROUP_ROWS, BLOCK]; behind the last row there may be anything then
     void sums(const Linear& linear, int64_t n, int64_t m, int rows, const char* next, float* to) const {
         const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
         if (HAS_PACKED<X> && linear.bits == PLAIN_BITS) {
@@ -108,7 +108,7 @@ class Product {
 
   private:
     // The rows from m on, as weights in rows want them, and codes that become such
-    const X* for_plain(int64_t m) const { return turned_ ? turned_ + (x_.from(m) - x_.from(0)) : x_.from(m); }
+    const X* for_plain(int64_t m) const { return HAS_TILES<T> ? turned_ + (x_.from(m) - x_.from(0)) : x_.from(m); }
 
     // The weights of a block are made in the second cache, while the codes of the next one are fetched.
     void of_codes(const X* x, int rows, const Linear& linear, int64_t n, int outputs, const char* next,
@@ -216,10 +216,10 @@ void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads)
     const int64_t q_size = model.heads * dim, kv_size = model.kv_heads * dim;
     T* normed = (T*)buffer.get(n * (model.hidden + 2 * q_size + 2 * kv_size) * sizeof(T));
     T *q = normed + n * model.hidden, *k = q + n * q_size, *v = k + n * kv_size, *mixed = v + n * kv_size;
-    auto filled = [&](const T* rows, int64_t count) {
-        InputRows<T> filled(inputs, n, count);
-        filled.fill(rows, threads);
-        return filled;
+    auto filled = [&](const T* x, int64_t count) {
+        InputRows<T> rows(inputs, n, count);
+        rows.fill(x, threads);
+        return rows;
     };
     InputRows<T> inner(inner_inputs, n, model.inner);
     const KvPages<T> kv{(char*)model.kv,  model.page_size, model.kv_heads,

@@ -94,7 +94,7 @@ class InputRows {
   public:
     using type = typename In::type;
 
-    // memory: has to outlive them
+    // memory: has to outlive them, and is not asked for anything else meanwhile
     InputRows(Buffer& memory, int64_t rows, int64_t inputs)
         : rows_(rows), inputs_(inputs), padded_(In::padded_inputs(inputs)), tile_(In::tile_rows(rows)),
           tile_size_(In::tile_size(tile_, inputs)) {
@@ -109,7 +109,8 @@ class InputRows {
     // row: the first one of a tile
     const type* from(int64_t row) const { return tiles_ + row / tile_ * tile_size_; }
 
-    // Inputs [k, k + LANES), zeros behind the last
+    // Inputs [k, k + LANES). Those behind the last have to be put, too, as zeros, up to a whole block; what is not there
+    // for them is left out.
     void put(int64_t row, int64_t k, F16 values) {
         if (k >= padded_) return;
         const auto tile = uint32_t(row) / uint32_t(tile_);

@@ -82,43 +82,43 @@ inline void turn(const Tile& x, Tile& to) {
     transpose(from, (uint32_t*)to.values);
 }
 
-// Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows.
-template <int OUTPUT_TILES, int ROW_TILES>
+// Sums of a block, zeros behind its last output. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows.
+template <int ROW_TILES>
 inline void micro_turned(const Tile* x, const bf16* weight, int outputs, int64_t inputs, Ahead& ahead,
                          float (*sums)[TILE_ROWS][LANES]) {
-    constexpr int LINES = OUTPUT_TILES * TILE_ROWS;
     _tile_zero(0);
-    if (OUTPUT_TILES > 1) _tile_zero(1);
+    _tile_zero(1);
     if (ROW_TILES > 1) _tile_zero(2);
-    if (OUTPUT_TILES > 1 && ROW_TILES > 1) _tile_zero(3);
+    if (ROW_TILES > 1) _tile_zero(3);
     const int64_t steps = ceil_div(inputs, PAIRED_INPUTS);
     Ahead fetched = ahead;  // in registers
-    auto step = [&](int64_t k, const bf16* from, int64_t row, int64_t second) __attribute__((always_inline)) {
-        fetched.read(LINES);
+    // distance: of rows of the weight, in elements
+    auto step = [&](int64_t k, const bf16* from, int64_t distance) __attribute__((always_inline)) {
+        fetched.read(BLOCK);
         _tile_loadd(6, x[k].values, LINE_BYTES);
         if (ROW_TILES > 1) _tile_loadd(7, x[steps + k].values, LINE_BYTES);
-        _tile_loadd(4, from, row * sizeof(bf16));
+        _tile_loadd(4, from, distance * sizeof(bf16));
         _tile_dpbf16ps(0, 4, 6);
         if (ROW_TILES > 1) _tile_dpbf16ps(2, 4, 7);
-        if (OUTPUT_TILES == 1) return;
-        _tile_loadd(5, from + second, row * sizeof(bf16));
+        _tile_loadd(5, from + TILE_ROWS * distance, distance * sizeof(bf16));
         _tile_dpbf16ps(1, 5, 6);
         if (ROW_TILES > 1) _tile_dpbf16ps(3, 5, 7);
     };
-    const int64_t full = outputs == OUTPUT_TILES * TILE_ROWS ? inputs / PAIRED_INPUTS : 0;
-    for (int64_t k = 0; k < full; k++) step(k, weight + k * PAIRED_INPUTS, inputs, TILE_ROWS * inputs);
+    const int64_t full = outputs == BLOCK ? inputs / PAIRED_INPUTS : 0;
+    for (int64_t k = 0; k < full; k++) step(k, weight + k * PAIRED_INPUTS, inputs);
     for (int64_t k = full; k < steps; k++) {  // what does not fill a tile, with zeros
-        alignas(64) bf16 some[OUTPUT_TILES * TILE_ROWS][PAIRED_INPUTS] = {};
+        alignas(64) bf16 some[BLOCK][PAIRED_INPUTS] = {};
         const int64_t first = k * PAIRED_INPUTS, count = std::min(PAIRED_INPUTS, inputs - first);
         for (int n = 0; n < outputs; n++) std::memcpy(some[n], weight + n * inputs + first, count * sizeof(bf16));
         written();
-        step(k, some[0], PAIRED_INPUTS, TILE_ROWS * PAIRED_INPUTS);
+        step(k, some[0], PAIRED_INPUTS);
+        written();
     }
     ahead = fetched;
     _tile_stored(0, sums[0], LINE_BYTES);
-    if (OUTPUT_TILES > 1) _tile_stored(1, sums[1], LINE_BYTES);
+    _tile_stored(1, sums[1], LINE_BYTES);
     if (ROW_TILES > 1) _tile_stored(2, sums[2], LINE_BYTES);
-    if (OUTPUT_TILES > 1 && ROW_TILES > 1) _tile_stored(3, sums[3], LINE_BYTES);
+    if (ROW_TILES > 1) _tile_stored(3, sums[3], LINE_BYTES);
 }
 
 template <>
@@ -135,20 +135,16 @@ inline void products(const Tile* x, int rows, int, const bf16* weight, int outpu
                      float* sums) {
     alignas(64) float tiles[4][TILE_ROWS][LANES];
     const int64_t steps = ceil_div(inputs, PAIRED_INPUTS);
-    const bool is_wide = outputs > TILE_ROWS;
     written();
     for (int m = 0; m < rows; m += 2 * TILE_ROWS, x += 2 * steps, sums += 2 * TILE_ROWS * BLOCK) {
         const bool is_high = rows - m > TILE_ROWS;
-        if (is_wide && is_high) micro_turned<2, 2>(x, weight, outputs, inputs, ahead, tiles);
-        if (is_wide && !is_high) micro_turned<2, 1>(x, weight, outputs, inputs, ahead, tiles);
-        if (!is_wide && is_high) micro_turned<1, 2>(x, weight, outputs, inputs, ahead, tiles);
-        if (!is_wide && !is_high) micro_turned<1, 1>(x, weight, outputs, inputs, ahead, tiles);
-        for (int j = 0; j <= int(is_high); j++)
-            for (int i = 0; i <= int(is_wide); i++) {
-                const uint32_t* from[LANES];
-                for (int n = 0; n < LANES; n++) from[n] = (const uint32_t*)tiles[2 * j + i][n];
-                transpose(from, (uint32_t*)sums + j * TILE_ROWS * BLOCK + i * LANES, BLOCK);
-            }
+        is_high ? micro_turned<2>(x, weight, outputs, inputs, ahead, tiles)
+                : micro_turned<1>(x, weight, outputs, inputs, ahead, tiles);
+        for (int tile = 0; tile < (is_high ? 4 : 2); tile++) {
+            const uint32_t* from[LANES];
+            for (int n = 0; n < LANES; n++) from[n] = (const uint32_t*)tiles[tile][n];
+            transpose(from, (uint32_t*)sums + tile / 2 * TILE_ROWS * BLOCK + tile % 2 * LANES, BLOCK);
+        }
     }
 }
 
