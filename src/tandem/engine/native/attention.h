@@ -25,7 +25,7 @@ constexpr int MAX_ROWS = 64;  // of a unit
 #else
 constexpr int MAX_ROWS = 32;
 #endif
-constexpr int AHEAD = 32;     // keys that are fetched before they are needed
+constexpr int AHEAD = 32;  // keys that are fetched before they are needed
 
 #if defined(__AVX512BF16__)
 template <class T>

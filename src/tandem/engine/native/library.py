@@ -2,7 +2,7 @@
 
     avx2, avx512   fp32 sums of one order. Both give the same bits, so these are what `--deterministic` computes with.
     avx512_bf16    bf16 products by dot products of pairs; fp32 as above
-    amx_bf16       bf16 products by tiles; fp32 as above
+    amx_bf16       bf16 products and attention by tiles; fp32 as above
 
 The best one that the processor has is taken, at the first use. TANDEM_NATIVE names another one, or says `off`: then,
 and where no library was built, everything is computed by torch.

@@ -2,8 +2,8 @@
 //
 //     y[m, n] = sum over k of x[m, k] * weight[n, k]
 //
-// Rows of x are put before into the order in which they are read (`InputRows`): where their length is a power of two, the same
-// inputs of all of them would take the same places of the first cache. A block of outputs is multiplied with tiles of
+// Rows of x are put before into the order in which they are read (`InputRows`): where their length is a power of two, the
+// same inputs of all of them would take the same places of the first cache. A block of outputs is multiplied with tiles of
 // rows, one after the other, while the next block is fetched (`ahead.h`). How a few outputs and a tile are multiplied
 // depends on the registers there are: `products_avx2.h`, `products_avx512.h`, `products_amx.h`.
 //
