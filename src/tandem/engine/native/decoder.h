@@ -48,7 +48,7 @@ class Product {
             static Buffer memory;
             auto* turned = (X*)memory.get(rows.num_tiles() * rows.tile_bytes());
             const int64_t steps = rows.tile_bytes() / sizeof(X);
-            Pool::instance().run(rows_ < 24 ? 1 : threads, rows.num_tiles(), [&](int64_t tile) {
+            rows.for_tiles(threads, [&](int64_t tile) {
                 for (int64_t k = tile * steps; k < (tile + 1) * steps; k++) turn(x_.from(0)[k], turned[k]);
             });
             turned_ = turned;
@@ -136,7 +136,8 @@ class Product {
 
 // y = x * weight + bias; adds: y += that, rounded before
 template <class T>
-void linear(const Product<T>& product, const Linear& layer, T* y, bool adds) {
+void linear(const InputRows<T>& x, const Linear& layer, T* y, bool adds, int threads) {
+    const Product<T> product(x, {&layer}, threads);
     product.run(layer.outputs, [&](int64_t n, int64_t m, int rows, int64_t next) {
         alignas(64) float sums[GROUP_ROWS][BLOCK];
         product.sums(layer, n, m, rows, product.weight_at(layer, next), sums[0]);
@@ -154,7 +155,8 @@ void linear(const Product<T>& product, const Linear& layer, T* y, bool adds) {
 
 // y: silu(x * gate) * (x * up)
 template <class T>
-void gated_linear(const Product<T>& product, const Linear& gate, const Linear& up, InputRows<T>& y) {
+void gated_linear(const InputRows<T>& x, const Linear& gate, const Linear& up, InputRows<T>& y, int threads) {
+    const Product<T> product(x, {&gate, &up}, threads);
     product.run(gate.outputs, [&](int64_t n, int64_t m, int rows, int64_t next) {
         alignas(64) float opened[GROUP_ROWS][BLOCK], sums[GROUP_ROWS][BLOCK];
         product.sums(gate, n, m, rows, product.weight_at(up, n), opened[0]);
@@ -172,7 +174,8 @@ void gated_linear(const Product<T>& product, const Linear& gate, const Linear& u
 
 // Three weights, one input: blocks of all of them are shared out together.
 template <class T>
-void three_linears(const Product<T>& product, const Linear* const layers[3], T* const results[3]) {
+void three_linears(const InputRows<T>& x, const Linear* const layers[3], T* const results[3], int threads) {
+    const Product<T> product(x, {layers[0], layers[1], layers[2]}, threads);
     int64_t blocks[4] = {0};
     for (int i = 0; i < 3; i++) blocks[i + 1] = blocks[i] + ceil_div(layers[i]->outputs, BLOCK);
     auto which = [&](int64_t n) { return n >= blocks[2] * BLOCK ? 2 : n >= blocks[1] * BLOCK ? 1 : 0; };
@@ -232,8 +235,7 @@ void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads)
         });
         const Linear* const projections[] = {&layer.q, &layer.k, &layer.v};
         T* const projected[] = {q, k, v};
-        three_linears(Product<T>(filled(normed, model.hidden), {&layer.q, &layer.k, &layer.v}, threads), projections,
-                      projected);
+        three_linears(filled(normed, model.hidden), projections, projected, threads);
         for_rows(n, threads, [&](int64_t row) {
             auto turn_heads = [&](T* heads, int64_t count, const void* norm) {
                 const int64_t at = batch.positions[row] * dim;
@@ -248,13 +250,12 @@ void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads)
             write_kv(kv, batch, l, row, k + row * kv_size, v + row * kv_size);
         });
         attend_all(kv, batch, l, q, mixed, model.heads, threads);
-        linear(Product<T>(filled(mixed, q_size), {&layer.o}, threads), layer.o, x, true);
+        linear(filled(mixed, q_size), layer.o, x, true, threads);
         for_rows(n, threads, [&](int64_t row) {
             rms_norm(x + row * model.hidden, (const T*)layer.post_norm, model.hidden, eps, normed + row * model.hidden);
         });
-        gated_linear(Product<T>(filled(normed, model.hidden), {&layer.gate, &layer.up}, threads), layer.gate, layer.up,
-                     inner);
-        linear(Product<T>(inner, {&layer.down}, threads), layer.down, x, true);
+        gated_linear(filled(normed, model.hidden), layer.gate, layer.up, inner, threads);
+        linear(inner, layer.down, x, true, threads);
     }
 }
 

@@ -39,7 +39,7 @@ void tandem_linear(int is_bf16, const void* x, int64_t rows, const Linear* layer
         static Buffer memory;
         InputRows<T> inputs(memory, rows, layer->inputs);
         inputs.fill((const T*)x, threads);
-        linear(Product<T>(inputs, {layer}, threads), *layer, (T*)y, false);
+        linear(inputs, *layer, (T*)y, false, threads);
     });
 }
 

@@ -109,6 +109,13 @@ class InputRows {
     // row: the first one of a tile
     const type* from(int64_t row) const { return tiles_ + row / tile_ * tile_size_; }
 
+    // body(tile): on one thread where another one would be awake too late
+    template <class Body>
+    void for_tiles(int threads, const Body& body) const {
+        constexpr int64_t FEW = 24;  // rows
+        Pool::instance().run(rows_ < FEW ? 1 : threads, num_tiles(), body);
+    }
+
     // Inputs [k, k + LANES). Those behind the last have to be put, too, as zeros, up to a whole block; what is not there
     // for them is left out.
     void put(int64_t row, int64_t k, F16 values) {
@@ -121,7 +128,7 @@ class InputRows {
 
     // x: [rows, inputs]
     void fill(const T* x, int threads) {
-        Pool::instance().run(rows_ < 24 ? 1 : threads, num_tiles(), [&](int64_t tile) {
+        for_tiles(threads, [&](int64_t tile) {
             const int64_t first = tile * tile_;
             const int count = int(std::min<int64_t>(tile_, rows_ - first));
             for (int64_t k = 0; k < padded_; k += LANES)
