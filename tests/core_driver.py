@@ -1,4 +1,4 @@
-"""Drives `EngineNode`s by hand: a fake worker beside each, and everything that is under way in plain sight.
+"""Drives `EngineNode`s by hand: the simulator's workers beside each, and everything that is under way in plain sight.
 
     world = World()
     prefill, decode = world.prefill(), world.decode()
@@ -7,21 +7,20 @@
 
 Nothing happens by itself: `run` delivers what is under way until nothing is, `advance` lets time pass and wakes nodes.
 `holds`, `drops` and `twice` of a replica name event or message types that are kept back, lost or doubled on their way.
-After every step the books of the node are recounted (`check`).
+Batches, copies and pages on their way are run when their end is delivered: the latest moment, which is the one that
+finds mistakes. After every step the books of the node are recounted (`check`).
 """
 
-import hashlib
 import struct
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import msgspec
 
-from tandem.batch_tables import BatchTables, PlainDecodeSet, Sequence, TokenSpan
-from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
+from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import (
     AnnounceDpRank,
     AskDpRank,
@@ -69,26 +68,28 @@ from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, Role
-from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room, ShardId, ceil_div
-from tandem.host_memory import HostMemory, carry_out
-from tandem.page_files import NAMESPACE_BYTES, Files, PageFiles
+from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageHash, PageId, RequestId, Room, ShardId
+from tandem.host_memory import HostMemory
+from tandem.page_files import PageFiles, namespace_of
 from tandem.page_storage import perform
 from tandem.pagehash import hash_of, prompt_digest, prompt_links
+from tandem.simulator.actors.executor import CostModel, Executor, digests
+from tandem.simulator.actors.host_tier import copy_pages, host_memory_of
 from tandem.simulator.actors.storage import VirtualFolder
+from tandem.simulator.actors.workers import Workers
 from tandem.simulator.checkers.tiers import disorder
+from tandem.simulator.model import EOS_TOKEN
 from tandem.simulator.model_check.data_plane import Reader, new_lender
-from tandem.transfer.digests import pack_digests
+from tandem.simulator.oracle import Script
 from tandem.transfer.jobs import Trouble
 from tandem.transfer.lender import Lender
 from tandem.transfer.port import Held
-from tandem.transfer.protocol import Status
 
 TICK_NS = 1_000
 ROOT = b"root-of-tests..."
-MASK = (1 << 61) - 1
-SLOT_BYTES, FOLDER_BYTES = 8, 1 << 40
+FOLDER_BYTES = 1 << 40
 Copying = StorePages | LoadPages | FetchPages | WritePages
-GRID = KvGrid(num_layers=4, num_kv_heads=4)  # of the model that all have; a page holds it whole on every shard
+GRID = KvGrid(num_layers=2, num_kv_heads=2)  # of the model that all have
 
 
 def prompt_tokens(length: int, seed: int) -> list[int]:
@@ -105,173 +106,36 @@ def prompt_at(length: int, seed: int, rendered_at: int) -> list[int]:
     return tokens
 
 
-def chain_after(before: int, token: int) -> int:
-    """KV content of one position: it depends on every token before."""
-    return (before * 1_000_003 + token * 2_654_435_761 + 12_345) & MASK
+@dataclass(slots=True)
+class Answer(Script):
+    """Says end-of-sequence after so many outputs, and not by chance."""
+
+    eos_after: int | None = None
+
+    def sampled(self, *, kv_sum: int, position: int) -> int:
+        if self.eos_after is not None and position + 2 == len(self.prompt) + self.eos_after:
+            return EOS_TOKEN
+        return Script.sampled(self, kv_sum=kv_sum, position=position)
 
 
-def sampled_after(chain: int) -> int:
-    return (chain >> 7) % 50_000 + 10
-
-
-def vector_of(chain: int) -> bytes:
-    return struct.pack("<q", chain)
-
-
-def expected_vector(prompt_len: int, *, seed: int) -> bytes:
+def answer(
+    prompt_len: int,
+    *,
+    seed: int,
+    rendered_at: int = 0,
+    eos_after: int | None = None,
+    logprobs_from: int | None = None,
+    max_new_tokens: int = 0,
+) -> Answer:
     """What one engine alone gives."""
-    chain = 0
-    for token in prompt_at(prompt_len, seed, 0):
-        chain = chain_after(chain, token)
-    return vector_of(chain)
+    prompt = tuple(prompt_at(prompt_len, seed, rendered_at))
+    return Answer(prompt, max_new_tokens, eos_one_in=0, logprobs_from=logprobs_from, eos_after=eos_after)
 
 
-def expected_tokens(prompt_len: int, num_tokens: int, *, seed: int, rendered_at: int = 0) -> list[int]:
-    """What one engine alone gives."""
-    chain, tokens = 0, []
-    for token in prompt_at(prompt_len, seed, rendered_at):
-        chain = chain_after(chain, token)
-    for _ in range(num_tokens):
-        tokens.append(sampled_after(chain))
-        chain = chain_after(chain, tokens[-1])
-    return tokens
-
-
-@dataclass(slots=True, kw_only=True)
-class WorkerRequest(Sequence):
-    """What the worker knows of one request."""
-
-    content_of: list[int] = field(default_factory=list)  # KV content per token, as far as it was needed
-    eos_after: int | None  # outputs
-    invalid_after: int | None
-    logprobs_from: int | None = None
-    is_broken: bool = False  # a batch with it failed: what follows is garbage that the node has to drop
-
-    def content(self, length: int) -> list[int]:
-        known = self.content_of
-        while len(known) < length:
-            known.append(chain_after(known[-1] if known else 0, self.tokens[len(known)]))
-        return known[:length]
-
-    def cut(self, stop: int) -> None:
-        Sequence.cut(self, stop)
-        del self.content_of[stop:]
-
-
-def said_of_prompt(span: TokenSpan[WorkerRequest]) -> bytes:
-    """In place of log-probabilities: the positions in whose place they would stand."""
-    row = span.sequence
-    if row.logprobs_from is None:
-        return b""
-    return array("i", range(max(span.start, row.logprobs_from), min(span.stop, row.prompt_len - 1))).tobytes()
-
-
-class Worker:
-    """Executes plans over page memory that is never cleared, and refuses to compute on KV that is not the request's."""
-
-    def __init__(self, settings: NodeSettings, folder: Files) -> None:
-        self.page_size, self.block_tokens = settings.page_size, settings.block_tokens
-        self.window_tokens = settings.windows.tokens if settings.windows is not None else 0
-        self.width = self.page_size + 1
-        self.kv = memoryview(bytearray(SLOT_BYTES * self.width * settings.num_pages)).cast("q")
-        self.host = HostMemory(settings.host_tier.num_pages if settings.host_tier else 0, SLOT_BYTES * self.width)
-        self.files = PageFiles(folder, bytes(NAMESPACE_BYTES), self.host.page_bytes, FOLDER_BYTES, now=lambda: 0)
-        self.tables = BatchTables[WorkerRequest](defaultdict(PlainDecodeSet), block_tokens=self.block_tokens)
-        self.orders: list[LaunchBatch | ForgetRequests] = []
-        self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
-        self.breaks_copies = False  # from here on nothing can be copied
-        self.token_ns = 0  # that a prompt token takes
-        self.batch_ns = 0  # and a batch of prompts beside them
-
-    def page(self, page: PageId) -> memoryview:
-        """What was written at each of its positions; behind them whether nothing of it that layers with a window have
-        written was given back."""
-        return self.kv[page * self.width : (page + 1) * self.width]
-
-    def forget_first(self) -> None:
-        while self.orders and isinstance(self.orders[0], ForgetRequests):
-            self.tables.forget(self.orders.pop(0).requests)
-
-    def run_next(self) -> BatchOutcome:
-        order = self.orders.pop(0)
-        assert isinstance(order, LaunchBatch)
-        return self.run(order.plan)
-
-    @property
-    def requests(self) -> dict[RequestId, WorkerRequest]:
-        return self.tables.sequences
-
-    @property
-    def decoding(self) -> list[RequestId]:
-        return [member.request for decode_set in self.tables.decode_sets.values() for member in decode_set.members]
-
-    def break_off(self, plan: BatchPlan) -> None:
-        """The forward pass raised: sets and tables have changed, nothing was sampled."""
-        for span in self.tables.apply(plan):
-            span.sequence.is_broken = True
-        for member in self.tables.members(plan):
-            member.is_broken = True
-
-    def run(self, plan: BatchPlan) -> BatchOutcome:
-        spans = self.tables.apply(plan)
-        for span in self.tables.inputs(plan, spans):
-            self.forward(span.sequence, span.start, span.stop)
-        out = [self.sample(sequence) for sequence in self.tables.sampling(plan, spans)]
-        hashes = self.tables.finish(plan, spans, [token for block, _, _ in out for token in block])
-        told_tokens = [token for block, count, _ in out for token in block[:count]]
-        tokens = struct.pack(f"<{len(told_tokens)}i", *told_tokens)
-        flags = bytes(flags for _, _, flags in out)
-        counts = tuple(count for _, count, _ in out) if self.block_tokens > 1 else ()
-        told = tuple((span.sequence.request, said) for span in spans if (said := said_of_prompt(span)))
-        vectors = tuple((span.sequence.request, self.vector(span.sequence)) for span in spans if span.pools)
-        vectors = tuple((request, vector) for request, vector in vectors if vector)
-        took_ns = Nanos(self.token_ns * sum(span.stop - span.start for span in spans) + self.batch_ns * bool(plan.rows))
-        outcome = BatchOutcome(plan.id, plan.iteration, tokens, flags, tuple(hashes), duration_ns=took_ns)
-        return msgspec.structs.replace(outcome, prompt_extras=told, vectors=vectors, counts=counts)
-
-    def vector(self, one: WorkerRequest) -> bytes:
-        """Of the whole prompt; empty: there is none."""
-        if one.is_broken or one.invalid_after == 0:
-            return b""
-        return vector_of(one.content(one.prompt_len)[-1])
-
-    def forward(self, one: WorkerRequest, start: int, stop: int) -> None:
-        size = self.page_size
-        if one.is_broken:
-            return
-        assert stop <= len(one.tokens), f"span [{start}, {stop}) of {len(one.tokens)} tokens"
-        assert stop <= len(one.pages) * size, f"{stop} tokens in {len(one.pages)} pages"
-        content = one.content(stop)
-        held = [content for page in one.pages[: ceil_div(start, size)] for content in self.page(page)[:size]]
-        assert held[:start] == content[:start], "the KV before this span is not that of its tokens"
-        seen = one.pages[max(0, start + 1 - self.window_tokens) // size : ceil_div(start, size)]
-        assert not self.window_tokens or all(self.page(page)[size] for page in seen), "the window is not there"
-        for page in one.pages[start // size : ceil_div(stop, size)]:
-            self.page(page)[size] = True
-        for position in range(start, stop):
-            self.page(one.pages[position // size])[position % size] = content[position]
-
-    def sample(self, one: WorkerRequest) -> tuple[list[int], int, int]:
-        """The tokens up to the border of the block, as if they were sampled one after the other; how many of them are
-        told; the flags.
-        """
-        num_tokens = self.tables.num_sampled(one)
-        if one.is_broken:
-            return [0] * num_tokens, num_tokens, 0
-        chain, tokens = one.content(len(one.tokens))[-1], list[int]()
-        self.rows_run[one.request] = self.rows_run.get(one.request, 0) + 1
-        for _ in range(num_tokens):
-            tokens.append(sampled_after(chain))
-            chain = chain_after(chain, tokens[-1])
-        outputs = range(one.num_outputs + 1, one.num_outputs + num_tokens + 1)
-        if one.invalid_after in outputs:
-            return tokens, num_tokens, TokenFlag.INVALID
-        if one.eos_after in outputs:
-            return tokens, one.eos_after - one.num_outputs, TokenFlag.EOS
-        return tokens, num_tokens, 0
-
-    def digest(self, page: PageId) -> int:
-        return int.from_bytes(hashlib.sha256(self.page(page)).digest()[:8], "little")
+def expected_tokens(prompt_len: int, num_tokens: int, **asked: Any) -> list[int]:
+    """What one engine alone gives; `asked` as of `answer`."""
+    script = answer(prompt_len, **asked)
+    return [script.output_token(index) for index in range(num_tokens)]
 
 
 @dataclass
@@ -285,8 +149,10 @@ class Parcel:
 @dataclass
 class Replica:
     node: EngineNode
-    worker: Worker
+    workers: Workers
     address: Address
+    hosts: list[HostMemory]  # of each worker
+    files: list[PageFiles]
     lenders: list[Lender[int]] = field(default_factory=list)  # by shard
     readers: list[Reader] = field(default_factory=list)
     parcels: list[Parcel] = field(default_factory=list)
@@ -306,6 +172,10 @@ class Replica:
     wake_at: Nanos | None = None
     is_dead: bool = False
     next_id: int = 1
+    rows_run: dict[RequestId, int] = field(default_factory=lambda: defaultdict(int))  # sampling rows per request
+    invalid_rows: dict[RequestId, int] = field(default_factory=dict)  # which of them has logits that are not finite
+    cost: CostModel = field(default_factory=lambda: CostModel(0, 0, 0, 0.0))
+    breaks_copies: bool = False  # from here on nothing can be copied
 
     @property
     def name(self) -> Incarnation:
@@ -335,6 +205,52 @@ class Replica:
         end = self.ended[request]
         assert isinstance(end, FailRequest), end
         return end.cause
+
+    # --- its workers, which begin and end every batch together
+
+    @property
+    def executor(self) -> Executor:
+        """Of the worker that samples."""
+        return self.workers.sampling.executor
+
+    def begin(self) -> BatchPlan | None:
+        """The batch that they are in; they begin it now if they have ended the one before. Who is to be forgotten in
+        front of it is."""
+        for worker in self.workers:
+            worker.held = worker.held or self.workers.next_batch(worker)
+        return self.workers.sampling.held
+
+    def end(self) -> BatchOutcome:
+        """Of the batch that they are in."""
+        plan = self.begin()
+        assert plan is not None
+        outcome = None
+        for worker in self.workers:
+            worker.held = None
+            outcome = self.workers.returned(worker, worker.executor.run(plan, invalid=self.invalid(plan)))
+        assert outcome is not None
+        for request in self.sampling(plan):
+            self.rows_run[request] += 1
+        check_tables(self, plan)
+        duration_ns = Nanos(self.cost.batch_ns(plan, 0, Random(0)))
+        return msgspec.structs.replace(outcome, duration_ns=duration_ns)
+
+    def break_off(self) -> BatchPlan | None:
+        """The forward pass that they are in raises, if they are in one."""
+        plan = self.begin()
+        for worker in self.workers if plan is not None else ():
+            worker.executor.break_off(plan)
+            worker.held, worker.is_working = None, False
+        return plan
+
+    def sampling(self, plan: BatchPlan) -> list[RequestId]:
+        """By row of the outcome."""
+        flight = next(flight for flight in self.state.inflight if flight.batch == plan.id)
+        return [row.request for row in plan.rows if row.samples] + list(flight.members)
+
+    def invalid(self, plan: BatchPlan) -> frozenset[int]:
+        rows = enumerate(self.sampling(plan) if self.invalid_rows else ())
+        return frozenset(row for row, one in rows if self.rows_run[one] + 1 == self.invalid_rows.get(one))
 
     def release(self, *kinds: type) -> None:
         """What was kept back comes now (all of it when no kind is named), in the order in which it would have come."""
@@ -369,13 +285,30 @@ class World:
     def add(self, role: Role, name: str, *, life: int = 1, is_known: bool = True, **settings: Any) -> Replica:
         asked = {"role": role, "incarnation": {"name": name, "id": str(life)}, "num_pages": 64, "chunk_tokens": 64}
         made = msgspec.convert({**asked, **settings}, NodeSettings)
-        replica = Replica(EngineNode(made), Worker(made, self.folder), Address(f"{name}.host", 8998))
+        kv = [KvShard(GRID, made.cut, shard, cell_bytes=1) for shard in made.shards]
+        workers = Workers(
+            kv,
+            num_pages=made.num_pages,
+            page_size=made.page_size,
+            guard=lambda *_: None,
+            seed="",
+            block_tokens=made.block_tokens,
+            window_tokens=made.windows.tokens if made.windows is not None else 0,
+        )
+        host_pages = made.host_tier.num_pages if made.host_tier else 0
+        hosts = [host_memory_of(memory, host_pages) for memory in workers.memories]
+        files = [self.open(shard, host) for shard, host in enumerate(hosts)]
+        replica = Replica(EngineNode(made), workers, Address(f"{name}.host", 8998), hosts, files)
         replica.lenders = [new_lender(shard, lambda event: self.send(replica, event)) for shard in made.shards]
-        replica.readers = [Reader(KvShard(GRID, made.cut, shard, cell_bytes=1)) for shard in made.shards]
+        replica.readers = [Reader(one) for one in kv]
         self.replicas[made.incarnation] = replica
         if role is Role.PREFILL and is_known:
             self.directory[replica.address] = (made.incarnation, made.layout)
         return replica
+
+    def open(self, shard: int, host: HostMemory) -> PageFiles:
+        namespace = namespace_of({"shard": str(shard)})
+        return PageFiles(self.folder, namespace, host.page_bytes, FOLDER_BYTES, now=lambda: 0)
 
     def submit(
         self,
@@ -385,7 +318,7 @@ class World:
         max_new_tokens: int = 4,
         seed: int = 1,
         eos_after: int | None = None,
-        invalid_after: int | None = None,
+        invalid_row: int | None = None,
         timeout_ns: int = 600 * SECOND,
         room: int | None = None,
         peer: Address | None = None,
@@ -395,26 +328,16 @@ class World:
         logprobs_from: int | None = None,
         wants_vector: bool = False,
     ) -> RequestId:
-        """Tell the request to the worker and put its arrival on the way."""
+        """Tell the request to the workers and put its arrival on the way."""
         request = RequestId(replica.next_id)
         replica.next_id += 1
 
         def render(rendered_at: int) -> Request:
-            tokens = prompt_at(prompt_len, seed, rendered_at)
-            page_size = replica.worker.page_size
-            links = prompt_links(ROOT, tokens, page_size=page_size)
-            replica.worker.tables.add(
-                WorkerRequest(
-                    request=request,
-                    prompt_len=len(tokens),
-                    page_size=page_size,
-                    tokens=array("i", tokens),
-                    prompt_hash=links[-1] if links else ROOT,
-                    eos_after=eos_after,
-                    invalid_after=invalid_after,
-                    logprobs_from=logprobs_from,
-                )
-            )
+            asked = {"eos_after": eos_after, "logprobs_from": logprobs_from, "max_new_tokens": max_new_tokens}
+            script = answer(prompt_len, seed=seed, rendered_at=rendered_at, **asked)
+            tokens = script.prompt
+            links = prompt_links(ROOT, tokens, page_size=replica.state.settings.page_size)
+            replica.workers.add(request, script, links[-1] if links else ROOT)
             hashes = tuple(hash_of(link) for link in links)
             return Request(
                 request,
@@ -433,6 +356,8 @@ class World:
             )
 
         replica.render[request] = render
+        if invalid_row is not None:
+            replica.invalid_rows[request] = invalid_row
         self.send(replica, RequestArrived(render(rendered_at)))
         return request
 
@@ -477,11 +402,8 @@ class World:
         if replica.is_dead:
             return False
         events = self.collect(replica)
-        replica.worker.forget_first()
-        if replica.worker.orders and BatchReturned not in replica.holds:
-            plan = replica.worker.orders[0].plan
-            events.append(BatchReturned(replica.worker.run_next()))
-            check_tables(replica, plan)
+        if replica.begin() is not None and BatchReturned not in replica.holds:
+            events.append(BatchReturned(replica.end()))
         if not events and not (replica.wake_at is not None and replica.wake_at <= self.now):
             return False
         self.step(replica, events)
@@ -549,8 +471,8 @@ class World:
 
     def dispatch(self, replica: Replica, command: Command) -> None:
         match command:
-            case LaunchBatch() | ForgetRequests():
-                replica.worker.orders.append(command)
+            case LaunchBatch(order) | ForgetRequests(order):
+                replica.workers.tell(order)
             case StartRequest(request):
                 assert request not in replica.started
                 replica.started[request] = command
@@ -583,10 +505,10 @@ class World:
                 if peer in self.replicas:
                     self.send(self.replicas[peer], PeerSaid(replica.name, message))
             case PublishPages():
-                digests = pack_digests([replica.worker.digest(page) for page in command.pages])
-                for lender, reader in zip(replica.lenders, replica.readers, strict=True):
-                    num_parts = len(reader.kv.lends(command.reader))
-                    lender.digested(lender.publish(command), command, (digests,) * num_parts)
+                for lender, reader, memory in zip(
+                    replica.lenders, replica.readers, replica.workers.memories, strict=True
+                ):
+                    lender.digested(lender.publish(command), command, digests(command, reader.kv, memory))
             case RevokePages(request, attempt):
                 for lender in replica.lenders:
                     lender.revoke(request, attempt)
@@ -600,63 +522,46 @@ class World:
                     for event in reader.heard():
                         self.send(replica, event)
             case FreeWindows(pages):
-                for page in pages:
-                    replica.worker.page(page)[-1] = False
+                replica.workers.free_windows(pages)
             case LookUpPages():
                 for shard in replica.state.settings.shards:
-                    self.send(replica, perform(command, replica.worker.files, replica.worker.host, shard))
+                    self.send(replica, perform(command, replica.files[shard], replica.hosts[shard], shard))
             case StorePages() | LoadPages() | FetchPages() | WritePages():
                 for shard in replica.state.settings.shards:
                     replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.copy(replica, command, shard)))
 
     def copy(self, replica: Replica, command: Copying, shard: ShardId) -> list[Event]:
         """Between the pool, host memory and storage, which all replicas share: the bytes move when this is called."""
-        worker, state = replica.worker, replica.state
-
-        def device_page(page: PageId) -> memoryview:
-            if worker.breaks_copies:
-                raise OSError("nothing can be copied")
-            expected = PageState.CACHED if isinstance(command, StorePages) else PageState.LOADING
-            assert state.pool.states[page] == expected
-            return worker.page(page).cast("B")
-
+        state, host = replica.state, replica.hosts[shard]
         if isinstance(command, StorePages | LoadPages):
-            return [carry_out(command, worker.host, device_page, shard)]
-        copied = perform(command, worker.files, worker.host, shard)
+            if replica.breaks_copies:
+                return [PagesCopied(command.copy, shard, 0, "nothing can be copied")]
+
+            def seen(page: PageId, page_hash: PageHash, contents: list[int]) -> None:
+                expected = PageState.CACHED if isinstance(command, StorePages) else PageState.LOADING
+                assert state.pool.states[page] == expected
+
+            return [copy_pages(command, host, replica.workers.memories[shard], shard, seen)]
+        copied = perform(command, replica.files[shard], host, shard)
         for page in command.host_pages[: copied.num_pages]:
             if isinstance(command, FetchPages):
                 assert state.host.pool.states[page] == PageState.OWNED
             else:
-                assert not state.windows.are_there or worker.host.page(page).cast("q")[-1]
+                assert not state.windows.are_there or host.page(page).cast("Q")[-1]
         return [copied]
 
     def land(self, replica: Replica, reader: Reader) -> list[Event]:
-        """Whatever is pulled is read when this is called: the latest moment, which is the one that finds mistakes."""
+        """Whatever is pulled is read when this is called."""
         reader.go_on()
+        memory = replica.workers.memories[reader.kv.shard]
         while reader.jobs:
-            self.read(replica, reader)
+            origin = reader.jobs[0].origin
+            source = self.replicas[origin.peer]
+            if source.is_dead:
+                reader.fails(0, Trouble.BROKEN)
+            else:
+                reader.reads(0, source.lenders[origin.shard], source.workers.memories[origin.shard], memory)
         return reader.heard()
-
-    def read(self, replica: Replica, reader: Reader) -> None:
-        """The first job, from the dial to the last page of its Read."""
-        source = self.replicas[reader.jobs[0].origin.peer]
-        if source.is_dead:
-            return reader.fails(0, Trouble.BROKEN)
-        job = reader.connects(0)
-        command, asked = job.command, slice(job.start, job.stop)
-        pages, generations = command.sources[asked], command.generations[asked]
-        lender = source.lenders[job.origin.shard]
-        grant = lender.lease(job.link, command.room, secret=job.offer.secret, pages=pages, generations=generations)
-        if isinstance(grant, Status):
-            return reader.fails(0, Trouble.REFUSED, grant)
-        assert generations == tuple(source.state.pool.generations[page] for page in pages), "lent, and given away"
-        here = command.destinations[asked]
-        for page, destination in zip(pages, here, strict=True):
-            replica.worker.page(destination)[:] = source.worker.page(page)
-        lender.end_lease(grant, job.link, self.now, is_sent=True)
-        if tuple(map(replica.worker.digest, here)) != job.offer.digests[asked]:
-            return reader.fails(0, Trouble.CORRUPT)
-        return reader.lands(0, count=len(pages), is_last_sent=True)
 
     @staticmethod
     def assert_same_but_for_the_step_number(before: bytes, replica: Replica) -> None:
@@ -694,6 +599,8 @@ def check(replica: Replica) -> None:
     assert all(one.joins.keys() <= one.members.keys() for one in node.micro_batches.each)
     assert len(set(node.micro_batches.members)) == node.micro_batches.num_members, "each in one of them"
     assert all(node.requests[request].request.room == room for room, request in node.rooms.items())
+    for grant in [grant for lender in replica.lenders for grant in lender.grants() if not grant.is_revoked]:
+        assert all(node.pool.generations[page] == lent for page, lent in grant.generations.items()), "given away"
     slots = node.results
     assert sorted([*slots.free_slots, *slots.owners.values()]) == list(range(slots.num_slots))
     assert all(request in node.requests for request in slots.owners)
@@ -726,9 +633,9 @@ def check_pages(replica: Replica) -> None:
 
 def check_tables(replica: Replica, plan: BatchPlan) -> None:
     """The page tables with which a batch has just run are beginnings of the node's."""
-    members = [member.request for member in replica.worker.tables.members(plan)]
+    members = [member.request for member in replica.executor.tables.members(plan)]
     for request in [*(row.request for row in plan.rows), *members]:
-        table = replica.worker.requests[request].pages
+        table = replica.executor.requests[request].pages
         assert table == replica.progress(request).pages[: len(table)]
 
 
@@ -760,10 +667,11 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert node.host.copies == node.storage.prefetches == node.storage.operations == {}
         assert node.host.pool.counts[PageState.OWNED] == node.pool.counts[PageState.LOADING] == 0
         assert node.results.owners == {}
-        replica.worker.forget_first()
-        assert replica.worker.orders == []
-        assert replica.worker.requests == {}
-        assert replica.worker.decoding == []
+        assert replica.begin() is None
+        assert replica.workers.is_idle
+        for worker in replica.workers:
+            assert worker.executor.requests == {}
+            assert worker.executor.decoding == []
         assert [lender.held() for lender in replica.lenders] == [Held()] * len(replica.lenders)
         assert [reader.puller.held() for reader in replica.readers] == [Held()] * len(replica.readers)
 

@@ -11,7 +11,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from core_driver import Replica, World, expected_tokens
-from tandem.core.commands import FinishRequest, LaunchBatch
+from tandem.core.commands import FinishRequest
 from tandem.core.disagg.messages import Abort, Offer, Ready, Release
 from tandem.core.events import (
     BatchFailed,
@@ -159,11 +159,10 @@ class Life:
             self.world.send(self.decode, TransferFailed(request, 1, ShardId(0), Cause.TRANSFER_FAILED, "injected"))
 
     def break_batch(self, number: int) -> None:
-        worker = self.both[number % 2].worker
-        if worker.orders and isinstance(worker.orders[0], LaunchBatch):
-            plan = worker.orders.pop(0).plan
-            worker.break_off(plan)
-            self.world.step(self.both[number % 2], [BatchFailed(plan.id, Cause.WORKER_LOST, "injected")])
+        replica = self.both[number % 2]
+        plan = replica.break_off()
+        if plan is not None:
+            self.world.step(replica, [BatchFailed(plan.id, Cause.WORKER_LOST, "injected")])
 
     def flush(self, number: int) -> None:
         self.world.send(self.both[number % 2], FlushRequested())
@@ -203,7 +202,7 @@ class Life:
         for asked in self.asked:
             replica, request = asked.replica, asked.request
             tokens = replica.tokens.get(request, [])
-            shape = {"seed": asked.seed, "rendered_at": asked.rendered_at}
+            shape = {"seed": asked.seed, "rendered_at": asked.rendered_at, "eos_after": asked.eos_after}
             expected = expected_tokens(asked.prompt_len, asked.max_new_tokens, **shape)
             assert tokens == expected[: len(tokens)]
             end = replica.ended.get(request)

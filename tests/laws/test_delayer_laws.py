@@ -27,7 +27,7 @@ delayers = st.fixed_dictionaries(
 def make_batches_dear(life: Life) -> None:
     """So that a gate that tunes itself waits."""
     for replica in life.both:
-        replica.worker.batch_ns, replica.worker.token_ns = 100 * MILLISECOND, 10
+        replica.cost.base_ns, replica.cost.prompt_token_ns = 100 * MILLISECOND, 10
 
 
 def delayed_in_a_row(replica: Replica) -> int:

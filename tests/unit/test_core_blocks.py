@@ -34,7 +34,7 @@ def test_a_batch_brings_a_block_of_each_row_and_no_row_more_than_it_takes() -> N
     request = world.submit(node, prompt_len=21, max_new_tokens=12)
     world.run()
     assert [len(command.requests) for command in node.commands if isinstance(command, EmitTokens)] == [3, 4, 4, 1]
-    assert node.worker.rows_run[request] == 4
+    assert node.rows_run[request] == 4
 
 
 def test_an_answer_ends_inside_a_block_and_what_follows_in_it_is_not_said() -> None:
@@ -44,7 +44,7 @@ def test_an_answer_ends_inside_a_block_and_what_follows_in_it_is_not_said() -> N
         request = world.submit(node, prompt_len=18, max_new_tokens=50, eos_after=eos_after)
         other = world.submit(node, prompt_len=18, max_new_tokens=20, seed=2)
         world.run()
-        assert node.tokens[request] == expected_tokens(18, eos_after, seed=1)
+        assert node.tokens[request] == expected_tokens(18, eos_after, seed=1, eos_after=eos_after)
         assert finished(node, request).reason is FinishReason.STOP
         assert node.tokens[other] == expected_tokens(18, 20, seed=2)
         assert_nothing_is_held(node)
@@ -93,7 +93,7 @@ def test_a_pair_hands_over_the_first_block(policy: OptimisticPolicy, prompt_len:
     (result,) = {offer.result for offer in prefill.said(Offer) if offer.result is not None}
     assert len(result.token) == 4 * first
     assert prefill.tokens[sender] == expected_tokens(prompt_len, first, seed=1)
-    assert decode.worker.rows_run[receiver] == -(-(11 - first) // BLOCK)
+    assert decode.rows_run[receiver] == -(-(11 - first) // BLOCK)
     assert_nothing_is_held([prefill, decode])
 
 
@@ -109,7 +109,7 @@ def test_decode_takes_no_result_that_is_no_whole_block() -> None:
 def test_a_batch_that_fails_or_is_no_number_ends_its_requests() -> None:
     world = World()
     node = world.unified(block_tokens=BLOCK)
-    wrong = world.submit(node, prompt_len=18, max_new_tokens=20, invalid_after=7)
+    wrong = world.submit(node, prompt_len=18, max_new_tokens=20, invalid_row=3)
     right = world.submit(node, prompt_len=18, max_new_tokens=20, seed=2)
     world.run()
     assert node.cause(wrong) is Cause.INVALID_LOGITS

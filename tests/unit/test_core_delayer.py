@@ -111,7 +111,7 @@ AUTO = {"tunes_itself": True, "max_delay_ns": NEVER_NS, **PATIENT}
 
 def batches_where_one_costs(batch_ns: int, delayer: dict[str, Any] | None = AUTO) -> list[int]:
     world, node = node_with(delayer, max_running=256)
-    node.worker.batch_ns, node.worker.token_ns = batch_ns, 10
+    node.cost.base_ns, node.cost.prompt_token_ns = batch_ns, 10
     asked = keep_busy(world, node, clients=12, requests=120)
     for number, request in enumerate(asked):
         assert node.tokens[request] == expected_tokens(16, 20 + 7 * number % 23, seed=number)
@@ -129,7 +129,7 @@ def test_a_gate_that_tunes_itself_waits_for_the_more_prompts_the_dearer_a_batch_
 
 def test_without_measurements_a_gate_that_tunes_itself_lets_everybody_begin() -> None:
     world, node = node_with(AUTO, max_running=256)
-    node.worker.batch_ns = 50_000
+    node.cost.base_ns = 50_000
     settle(world, node)
     request = world.submit(node, prompt_len=4, max_new_tokens=1, seed=50)
     world.run_until(lambda: request in node.ended)

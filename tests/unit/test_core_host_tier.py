@@ -96,7 +96,7 @@ def test_several_requests_wait_for_one_load() -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_a_load_that_fails_is_computed_instead(role: str) -> None:
     scene = SCENES[role, State.LOADING, ""]()
-    scene.here.worker.breaks_copies = True
+    scene.here.breaks_copies = True
     scene.here.release()
     scene.world.run()
     end = scene.here.ended[scene.request]

@@ -112,7 +112,7 @@ def plans_of_prompts_beside_two_who_decode(**settings: Any) -> list[BatchPlan]:
     """What is launched while six prompts of 160 tokens come; each of the two is in a micro-batch of its own."""
     world = World()
     node = world.unified(**SETTINGS, **settings, num_pages=256)
-    node.worker.token_ns = MILLISECOND
+    node.cost.prompt_token_ns = MILLISECOND
     running = [world.submit(node, prompt_len=64, max_new_tokens=200, seed=seed) for seed in range(2)]
     world.run_until(lambda: all(node.state_of(one) is State.RUNNING for one in running))
     before = len(node.plans())

@@ -108,7 +108,7 @@ def prompts_beside_one_who_decodes(token_ms: int, **settings: Any) -> list[int]:
     """Four prompts of 200 tokens come while one request decodes, whose own prompt has shown what tokens cost."""
     world = World()
     node = world.unified(num_pages=256, **settings)
-    node.worker.token_ns = token_ms * MILLISECOND
+    node.cost.prompt_token_ns = token_ms * MILLISECOND
     first = world.submit(node, prompt_len=64, max_new_tokens=150)
     world.run_until(lambda: node.state_of(first) is State.RUNNING)
     before = len(node.plans())
@@ -135,7 +135,7 @@ def test_prompts_take_as_long_as_those_who_decode_may_wait(mixed_chunk: bool) ->
 def test_where_nobody_decodes_chunks_are_whole() -> None:
     world = World()
     node = world.unified(num_pages=256, prefill_stall={"max_ns": 1, "min_tokens": 1})
-    node.worker.token_ns = MILLISECOND
+    node.cost.prompt_token_ns = MILLISECOND
     for seed in (1, 2):
         request = world.submit(node, prompt_len=200, max_new_tokens=1, seed=seed)
         world.run()
@@ -203,7 +203,7 @@ def test_normal_and_overlapped_execution_emit_equal_tokens(mixed_chunk: bool) ->
         assert max(len(flights) for flights in node.windows) == depth
         emitted.append([node.tokens[request] for request in ids])
         assert_nothing_is_held(node)
-    assert emitted[0] == [expected_tokens(30 + 9 * n, 4 + n, seed=n) for n in range(6)]
+    assert emitted[0] == [expected_tokens(30 + 9 * n, 4 + n, seed=n, eos_after=4 + n) for n in range(6)]
     assert emitted[1] == emitted[2] == emitted[0]
 
 
@@ -213,7 +213,7 @@ def test_a_request_that_ends_by_length_costs_no_useless_row() -> None:
         node = world.unified(window_depth=depth)
         request = world.submit(node, max_new_tokens=7)
         world.run()
-        assert node.worker.rows_run[request] == 7
+        assert node.rows_run[request] == 7
 
 
 def test_an_end_of_sequence_in_flight_wastes_one_row_and_nothing_is_emitted_after_it() -> None:
@@ -223,9 +223,9 @@ def test_an_end_of_sequence_in_flight_wastes_one_row_and_nothing_is_emitted_afte
         request = world.submit(node, max_new_tokens=50, eos_after=5)
         other = world.submit(node, max_new_tokens=50, seed=2)
         world.run()
-        assert node.tokens[request] == expected_tokens(40, 5, seed=1)
+        assert node.tokens[request] == expected_tokens(40, 5, seed=1, eos_after=5)
         assert node.tokens[other] == expected_tokens(40, 50, seed=2)
-        assert node.worker.rows_run[request] == 5 + wasted
+        assert node.rows_run[request] == 5 + wasted
         end = node.ended[request]
         assert isinstance(end, FinishRequest)
         assert end.reason is FinishReason.STOP
@@ -358,7 +358,7 @@ def test_a_failed_batch_ends_its_requests_and_the_others_go_on() -> None:
     world.run()
     (flight,) = node.state.inflight
     assert [row.request for row in flight.rows] == [lost]
-    node.worker.orders.clear()
+    node.break_off()
     world.send(node, BatchFailed(flight.batch, Cause.WORKER_LOST, "out of memory"))
     node.release()
     world.run()
@@ -380,15 +380,15 @@ def test_a_failure_of_a_batch_that_is_not_the_oldest_is_ignored() -> None:
     assert node.tokens[request] == expected_tokens(40, 4, seed=1)
 
 
-@pytest.mark.parametrize("invalid_after", [1, 3])
-def test_logits_that_are_not_finite_end_the_request_and_no_other(invalid_after: int) -> None:
+@pytest.mark.parametrize("invalid_row", [1, 3])
+def test_logits_that_are_not_finite_end_the_request_and_no_other(invalid_row: int) -> None:
     world = World()
     node = world.unified()
-    bad = world.submit(node, invalid_after=invalid_after)
+    bad = world.submit(node, invalid_row=invalid_row)
     good = world.submit(node, seed=2)
     world.run()
     assert node.cause(bad) is Cause.INVALID_LOGITS
-    assert node.tokens.get(bad, []) == expected_tokens(40, invalid_after - 1, seed=1)
+    assert node.tokens.get(bad, []) == expected_tokens(40, invalid_row - 1, seed=1)
     assert node.tokens[good] == expected_tokens(40, 4, seed=2)
     assert_nothing_is_held(node)
 
@@ -523,7 +523,7 @@ def test_outcomes_of_another_iteration_are_our_own_bug() -> None:
     world.submit(node)
     node.holds.add(BatchReturned)
     world.run()
-    outcome = node.worker.run_next()
+    outcome = node.end()
     wrong = BatchOutcome(outcome.batch, outcome.iteration + 1, outcome.tokens, outcome.flags)
     with pytest.raises(AssertionError):
         node.node.step([BatchReturned(wrong)], world.now)

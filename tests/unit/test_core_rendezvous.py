@@ -912,7 +912,7 @@ def test_a_page_that_was_given_to_somebody_else_is_told_by_its_generation() -> N
 def test_a_prefill_whose_result_is_invalid_ends_both_halves() -> None:
     world = World()
     prefill, decode = world.prefill(), world.decode()
-    left, right = world.pair(prefill, decode, prompt_len=100, invalid_after=1)
+    left, right = world.pair(prefill, decode, prompt_len=100, invalid_row=1)
     world.run()
     assert prefill.cause(left) is Cause.INVALID_LOGITS
     assert right in decode.ended
@@ -954,7 +954,7 @@ def test_a_refused_decode_half_is_told_to_the_prefill_it_knows() -> None:
 
 
 def refuse_at_the_edge(world: World, replica: Replica, **asked: object) -> None:
-    del replica.worker.requests[world.submit(replica, **asked)]
+    replica.executor.forget((world.submit(replica, **asked),))
     (arrived,) = replica.parcels.pop().make()
     assert isinstance(arrived, RequestArrived)
     world.send(replica, RequestRefused(arrived.request, Cause.DRAINING, "the server is shutting down"))

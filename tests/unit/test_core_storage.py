@@ -133,7 +133,7 @@ def test_two_who_want_the_same_fetch_it_once() -> None:
 def test_a_page_that_has_vanished_since_the_look_up_is_computed() -> None:
     world, node = after_a_restart()
     request = asked(world, node, PagesFound)
-    world.folder.remove(node.worker.files.name(node.progress(request).hashes[4]))
+    world.folder.remove(node.files[0].name(node.progress(request).hashes[4]))
     node.release()
     world.run()
     assert finished(node, request).storage_tokens == 4 * 16

@@ -3,14 +3,15 @@
 import re
 
 import pytest
+from msgspec import structs
 
-from core_driver import Replica, World, assert_nothing_is_held, expected_tokens, expected_vector, finished
+from core_driver import Replica, World, answer, assert_nothing_is_held, expected_tokens, finished
 from tandem.core.batch import BatchKind
 from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, StartRequest
 from tandem.core.events import BatchFailed, BatchReturned
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.numbers import numbers
-from tandem.core.values import BatchId, Cause
+from tandem.core.values import Cause
 from tandem.server.logs import BatchLog, load_of
 from tandem.server.node.without_tokens import command_without_tokens, event_without_tokens
 
@@ -24,7 +25,7 @@ def test_a_request_that_ends_with_its_prompt_has_a_vector_and_no_token(prompt_le
     world.run()
     end = finished(node, request)
     assert end.reason is FinishReason.PROMPT
-    assert end.vector == expected_vector(prompt_len, seed=1)
+    assert end.vector == answer(prompt_len, seed=1).vector()
     assert end.computed_tokens == prompt_len
     assert dict(end.ledger.stages).keys() == {"prefill_forward"}
     assert node.said(StartRequest) == node.said(EmitTokens) == []
@@ -44,7 +45,7 @@ def test_vectors_and_tokens_share_steps_and_batches() -> None:
     for seed, request in enumerate(talks):
         assert node.tokens[request] == expected_tokens(30 + seed, 20, seed=seed)
     for seed, request in enumerate(vectors):
-        assert finished(node, request).vector == expected_vector(40 + 9 * seed, seed=seed)
+        assert finished(node, request).vector == answer(40 + 9 * seed, seed=seed).vector()
     assert any(plan.kind is BatchKind.MIXED and any(row.pools for row in plan.rows) for plan in node.plans())
     assert_nothing_is_held(node)
 
@@ -58,17 +59,22 @@ def test_a_cached_prefix_is_used_and_the_last_token_is_computed() -> None:
     world.run()
     assert finished(node, first).cached_tokens == 0
     assert finished(node, second).cached_tokens == 48
-    assert finished(node, second).vector == expected_vector(64, seed=1)
+    assert finished(node, second).vector == answer(64, seed=1).vector()
 
 
 def test_what_is_not_finite_fails_by_name_and_nobody_else() -> None:
     world = World()
     node = world.unified()
-    bad = world.submit(node, prompt_len=20, seed=1, invalid_after=0, wants_vector=True)
-    good = world.submit(node, prompt_len=20, seed=2, wants_vector=True)
+    bad, good = (world.submit(node, prompt_len=20, seed=seed, wants_vector=True) for seed in (1, 2))
+    node.holds.add(BatchReturned)
+    world.run()
+    outcome = node.end()
+    node.release()
+    finite = tuple((request, vector) for request, vector in outcome.vectors if request != bad)
+    world.send(node, BatchReturned(structs.replace(outcome, vectors=finite)))
     world.run()
     assert node.cause(bad) is Cause.INVALID_LOGITS
-    assert finished(node, good).vector == expected_vector(20, seed=2)
+    assert finished(node, good).vector == answer(20, seed=2).vector()
     assert_nothing_is_held(node)
 
 
@@ -84,10 +90,9 @@ def test_an_abort_and_a_failed_batch_leave_nothing() -> None:
     other = world.submit(node, prompt_len=10, seed=2, wants_vector=True)
     node.holds.add(BatchReturned)
     world.run()
-    plan = node.plans()[-1]
-    node.worker.break_off(plan)
-    node.worker.orders.pop(0)
-    world.send(node, BatchFailed(BatchId(plan.id), Cause.ENGINE_FAILED, "broken"))
+    plan = node.break_off()
+    assert plan is not None
+    world.send(node, BatchFailed(plan.id, Cause.ENGINE_FAILED, "broken"))
     world.run()
     assert node.cause(other) is Cause.ENGINE_FAILED
     node.release()
@@ -136,7 +141,7 @@ def test_prompts_of_an_encoder_are_never_cut() -> None:
     assert all(sum(row.stop for row in plan.rows) <= 64 for plan in node.plans())
     assert max(len(plan.rows) for plan in node.plans()) > 1
     for request, length in zip(requests, lengths, strict=True):
-        assert finished(node, request).vector == expected_vector(length, seed=length)
+        assert finished(node, request).vector == answer(length, seed=length).vector()
         assert finished(node, request).cached_tokens == 0
     assert_nothing_is_held(node)
 

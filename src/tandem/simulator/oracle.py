@@ -46,8 +46,12 @@ class Script:
         while len(self.tokens) <= index:
             position = len(self.tokens) - 1
             kv_sum = self.kv_sum(position + 1)
-            self.tokens.append(sample(kv_sum=kv_sum, position=position, eos_one_in=self.eos_one_in))
+            self.tokens.append(self.sampled(kv_sum=kv_sum, position=position))
         return self.tokens[index]
+
+    def sampled(self, *, kv_sum: int, position: int) -> int:
+        """The token that follows `position` where the KV of [0, position] has this sum, be it right or wrong."""
+        return sample(kv_sum=kv_sum, position=position, eos_one_in=self.eos_one_in)
 
     def kv_sum(self, length: int) -> int:
         """Sum of the KV of positions [0, length)."""

@@ -16,11 +16,12 @@ from random import Random
 
 from tandem.batch_tables import BatchTables, PlainDecodeSet, PlanError, Sequence, TokenSpan
 from tandem.core.batch import BatchOutcome, BatchPlan, Join, TokenFlag
+from tandem.core.commands import PublishPages
 from tandem.core.kv_parts import KvShard, Runs
 from tandem.core.values import MILLISECOND, PageId, RequestId, ShardId
 from tandem.engine.late_tokens import LateTokens, RunBatch
 from tandem.pagehash import prompt_links
-from tandem.simulator.model import EOS_TOKEN, MASK, cell_weight, content_of, kv_content, sample
+from tandem.simulator.model import EOS_TOKEN, MASK, cell_weight, content_of, kv_content
 from tandem.simulator.oracle import Script, Violation, told_of
 
 WHOLE = Runs(0, 0, 0, 0)  # all cells of a shard
@@ -143,6 +144,13 @@ def digest(contents: list[int]) -> bytes:
     for content in contents:
         mixed = (mixed * 0x9E3779B97F4A7C15 + content + 1) & MASK
     return mixed.to_bytes(8, "little")
+
+
+def digests(command: PublishPages, kv: KvShard, memory: ShardMemory) -> tuple[bytes, ...]:
+    """Of what one shard lends to each worker that reads it."""
+    return tuple(
+        b"".join(digest(memory.copy_out(page, runs)) for page in command.pages) for runs in kv.lends(command.reader)
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -354,7 +362,7 @@ class Executor:
             kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
             position += 1
         while len(block) < self.block_tokens:
-            token = sample(kv_sum=kv_sum, position=position - 1, eos_one_in=sequence.script.eos_one_in)
+            token = sequence.script.sampled(kv_sum=kv_sum, position=position - 1)
             block.append(token)
             if len(block) < self.block_tokens:
                 kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK

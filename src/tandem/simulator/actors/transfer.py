@@ -23,7 +23,7 @@ from tandem.core.events import (
 )
 from tandem.core.kv_parts import KvShard, Runs
 from tandem.core.values import Cause, Cut, Incarnation, PageId, RequestId, ShardId
-from tandem.simulator.actors.executor import WHOLE, ShardMemory, digest
+from tandem.simulator.actors.executor import WHOLE, ShardMemory, digests
 from tandem.simulator.actors.kv_reader import Job, Link, PageFaults, ShardReader, SimulatedGrant
 from tandem.simulator.clock import Clock
 from tandem.transfer.lender import Grant, Lender
@@ -161,12 +161,7 @@ class KvStore:
     def _digested(self, command: PublishPages, grant: SimulatedGrant, shard: ShardId) -> None:
         if grant.is_revoked or shard in self.dead:
             return
-        memory = self.memories[shard]
-        digests = [
-            b"".join(digest(memory.copy_out(page, runs)) for page in command.pages)
-            for runs in self.kv[shard].lends(command.reader)
-        ]
-        self.lenders[shard].digested(grant, command, tuple(digests))
+        self.lenders[shard].digested(grant, command, digests(command, self.kv[shard], self.memories[shard]))
 
     def revoke(self, command: RevokePages) -> None:
         for lender in self.lenders:

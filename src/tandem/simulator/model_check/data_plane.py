@@ -1,12 +1,12 @@
 """A small data plane: the product's `Lender` and `Puller`, and as a shell the moves of the search.
 
 Time stands still. A dial is answered when its Read is sent, in one move; what is on its way when a link is cut may
-still arrive, and is written. The search lets one page land after the other. The driver of the tests has all of a Read
-land at once, and begins no job before that moment (`tests/core_driver.py`).
+still arrive, and is written. The search lets one page land after the other. In tests of nodes (`tests/core_driver.py`)
+all of a Read lands at once, and no job begins before that moment (`Reader.reads`).
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -15,6 +15,7 @@ from tandem.core.commands import CancelPull, PublishPages, PullPages
 from tandem.core.events import Event
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import Cut, Incarnation, PageId, RequestId, ShardId
+from tandem.simulator.actors.executor import ShardMemory, digest
 from tandem.transfer.jobs import Dial, JobFailure, PeerAddress, Receive, Trouble
 from tandem.transfer.lender import Lender
 from tandem.transfer.protocol import GRANT_SECRET_BYTES, Status
@@ -117,15 +118,33 @@ class Reader:
     def fails(self, number: int, trouble: Trouble, status: Status = Status.OK) -> None:
         self._ends(self.jobs[number], trouble, status)
 
-    def next_page(self, number: int) -> tuple[RequestId, PageId, int]:
-        """Of which request, where to, and with which digest."""
+    def next_page(self, number: int) -> tuple[RequestId, PageId]:
+        """Of which request, and where to."""
         job = self._receive(number)
-        return job.pull.attempt.key[0], job.command.destinations[job.start], job.offer.digests[job.start]
+        return job.pull.attempt.key[0], job.command.destinations[job.start]
 
-    def lands(self, number: int, *, count: int = 1, is_last_sent: bool) -> None:
-        """The next pages are written and their digests are equal; behind the last one that was sent the link breaks."""
+    def reads(self, number: int, lender: Lender[int], source: ShardMemory, memory: ShardMemory) -> None:
+        """From the dial to the last page of its Read, in one moment."""
+        job = self.connects(number)
+        asked = slice(job.start, job.stop)
+        pages, generations, room = job.command.sources[asked], job.command.generations[asked], job.command.room
+        grant = lender.lease(job.link, room, secret=job.offer.secret, pages=pages, generations=generations)
+        if isinstance(grant, Status):
+            self.fails(number, Trouble.REFUSED, grant)
+            return
+        contents = [source.copy_out(PageId(page), job.tile.there) for page in pages]
+        lender.end_lease(grant, job.link, NOW, is_sent=True)
+        self.lands(number, memory, contents, is_last_sent=True)
+
+    def lands(self, number: int, memory: ShardMemory, contents: Sequence[Sequence[int]], *, is_last_sent: bool) -> None:
+        """The next pages. Write first, then compare; behind the last one that was sent the link breaks."""
         job = self._receive(number)
-        if not self.puller.landed(job, count, LANDED_AT):
+        for index, page in enumerate(map(list, contents), job.start):
+            memory.copy_in(job.command.destinations[index], page, job.tile.here)
+            if int.from_bytes(digest(page), "little") != job.offer.digests[index]:
+                self._ends(job, Trouble.CORRUPT)
+                return
+        if not self.puller.landed(job, len(contents), LANDED_AT):
             self._ends(job, Trouble.BROKEN)
         elif job.start == job.stop:
             self._forget(job)

@@ -29,7 +29,7 @@ from tandem.core.kv.pool import PageState
 from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId
 from tandem.page_files import NAMESPACE_BYTES, PageFiles
 from tandem.page_storage import nothing, perform
-from tandem.simulator.actors.executor import digest, last_link
+from tandem.simulator.actors.executor import digests, last_link
 from tandem.simulator.actors.host_tier import copy_pages
 from tandem.simulator.actors.storage import VirtualFolder
 from tandem.simulator.model_check.data_plane import SHARD
@@ -149,10 +149,8 @@ def _waits(draft: Draft, for_ns: int) -> None:
 
 def _digested(draft: Draft) -> tuple[Event, ...]:
     command = draft.to_digest.pop(0)
-    memory = draft.executor.memory
     grant = draft.lender.publish(command)  # the one that it has
-    digests = b"".join(digest(memory.copy_out(page)) for page in command.pages)
-    draft.lender.digested(grant, command, (digests,))
+    draft.lender.digested(grant, command, digests(command, draft.reader.kv, draft.executor.memory))
     return (draft.inbox.pop(),)  # the one thread that digests says it before it goes on
 
 
@@ -208,17 +206,13 @@ def _asks(draft: Draft, number: int) -> None:
 
 
 def _page_lands(draft: Draft, number: int, contents: tuple[int, ...], is_last: bool) -> None:
-    """Write first, then compare; a cancelled pull is drained once its page on the way has landed."""
-    request, destination, expected = draft.reader.next_page(number)
+    """A cancelled pull is drained once its page on the way has landed."""
+    request, destination = draft.reader.next_page(number)
     if draft.node.state.pool.owners[destination] != request:
         raise Violation(
             "S4", f"{draft.cast.name}: a page of request {request} lands in {destination}, which is not its own"
         )
-    draft.executor.memory.copy_in(destination, list(contents))
-    if int.from_bytes(digest(list(contents)), "little") != expected:
-        draft.reader.fails(number, Trouble.CORRUPT)
-    else:
-        draft.reader.lands(number, is_last_sent=is_last)
+    draft.reader.lands(number, draft.executor.memory, [contents], is_last_sent=is_last)
 
 
 def _read_fails(draft: Draft, number: int, trouble: Trouble, status: Status = Status.OK) -> None:
