@@ -15,7 +15,7 @@ from tandem.core.disagg.optimistic_prefill import should_force_retry
 from tandem.core.events import HooksChanged, TransferFailed
 from tandem.core.scheduler.node import EngineNode
 from tandem.server.api.errors import RULES
-from tandem.server.node.flight import replayed_steps, segments_of
+from tandem.server.node.flight import FlightSegment, restored, segments_of
 
 FLAGS = ["--enable-fault-injection", "--deterministic"]
 NUM_REQUESTS = 8
@@ -197,8 +197,8 @@ def test_what_was_injected_is_in_the_flight_records_which_replay(it: Cluster, re
     set_failures(it.servers, 1.0)
     answers(it)
     seen = set()
-    for record in segments_of(records):
-        for step in replayed_steps(record, EngineNode):
+    for segment in map(FlightSegment, segments_of(records)):
+        for step in segment.steps(restored(segment, EngineNode)):
             assert step.expected in (None, step.got)
             seen |= {type(event) for event in step.input.happened}
     assert {HooksChanged, TransferFailed} <= seen

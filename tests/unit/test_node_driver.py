@@ -269,9 +269,7 @@ def test_a_transfer_that_fails_names_the_worker_however_it_came_about() -> None:
 
 
 def ready(layout: str = "digest", num_pages: int = 7) -> wire.EngineReady:
-    return wire.EngineReady(
-        num_pages, 64, KvGrid(), layout, {"model": layout}, 512, wire.DataEndpoint("127.0.0.1", 5), 0.1
-    )
+    return wire.EngineReady(num_pages, 64, KvGrid(), layout, {"model": layout}, 512, wire.DataEndpoint("127.0.0.1", 5))
 
 
 def test_the_engines_are_ready_when_the_last_one_is_and_their_pages_are_one() -> None:

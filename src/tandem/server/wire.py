@@ -163,7 +163,6 @@ class EngineReady(Struct, frozen=True, tag=True):
     layout_fields: dict[str, str]
     vocab_size: int
     data: DataEndpoint
-    load_seconds: float
     whole_prompts: bool = False  # a prompt is computed in one batch, or not at all
     host_pages: int = 0  # of host memory below the pool
     block_tokens: int = 1  # that a row samples at once

@@ -23,7 +23,6 @@ import queue
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -400,7 +399,6 @@ def start(
     load: Load = load_engine,
 ) -> None:
     """Load, say EngineReady, and run. Raises what `load` raises."""
-    began = time.monotonic()
     place = join_replica(launch, listener_fd)
     loaded = load(launch, place)
     engine = loaded.engine
@@ -419,7 +417,6 @@ def start(
                 layout_fields=loaded.layout_fields,
                 vocab_size=loaded.vocab_size,
                 data=data,
-                load_seconds=time.monotonic() - began,
                 whole_prompts=loaded.whole_prompts,
                 host_pages=host_pages,
                 block_tokens=loaded.block_tokens,

@@ -4,7 +4,6 @@ An oracle knows the prompt of each request and computes its `Script` from nothin
 pages and no faults, so whatever was retried, retracted, moved or lost, the answer is the same.
 """
 
-from array import array
 from dataclasses import dataclass, field
 
 from tandem.simulator.model import EOS_TOKEN, MASK, kv_content, sample
@@ -94,6 +93,3 @@ class Script:
         """What is left of it once so many tokens were said elsewhere: they are computed as a part of the prompt."""
         said = tuple(self.output_token(index) for index in range(num_said))
         return Script(self.prompt + said, self.max_new_tokens - num_said, self.eos_one_in)
-
-    def prompt_bytes(self) -> bytes:
-        return array("i", self.prompt).tobytes()

@@ -184,10 +184,6 @@ class Told:
             self.sizes.append(len(frame.ids) // ID_BYTES)
             self.proof = frame.proof
 
-    @property
-    def can_be_resumed(self) -> bool:
-        return self.opening is not None and len(self.sizes) > 0
-
     def resume(self) -> Resume:
         assert self.opening is not None, "it has told nothing yet"
         return Resume(self.opening, bytes(self.ids), self.sizes.tobytes(), self.proof)

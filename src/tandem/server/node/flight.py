@@ -214,12 +214,6 @@ class ReplayedStep:
         return self.expected is None or same_bytes(self.expected, self.got)
 
 
-def replayed_steps(path: Path, make_node: Callable[[NodeSettings], Node]) -> Iterator[ReplayedStep]:
-    """Restore the node of one segment and step it through again. Raises BrokenRecord, StepRaised."""
-    segment = FlightSegment(path)
-    yield from segment.steps(restored(segment, make_node))
-
-
 def restored(segment: FlightSegment, make_node: Callable[[NodeSettings], Node]) -> Node:
     """Raises BrokenRecord."""
     settings, snapshot = segment.head.settings, segment.head.snapshot

@@ -14,12 +14,7 @@ from tandem.simulator.whole.virtual_process import Replacement
 from tandem.transfer import protocol
 from tandem.transfer.protocol import Status
 
-PACKS = {
-    "Hello": protocol.pack_hello,
-    "Welcome": protocol.pack_welcome,
-    "Read": protocol.pack_read,
-    "Frame": protocol.pack_frame,
-}
+PACKED = ("Hello", "Welcome", "Read", "Frame")
 
 
 def spies(seen: Occurrences) -> list[Replacement]:
@@ -35,7 +30,7 @@ def spies(seen: Occurrences) -> list[Replacement]:
                 f"pack_{name.lower()}",
                 _before(getattr(protocol, f"pack_{name.lower()}"), _packed(counts, name)),
             )
-            for name in ("Hello", "Welcome", "Read", "Frame")
+            for name in PACKED
         ),
     ]
 
