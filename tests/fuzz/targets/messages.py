@@ -85,7 +85,7 @@ def tell_all(data: bytes) -> None:
 def end(world: World, prefill: Replica, decode: Replica) -> None:
     for replica in (prefill, decode):
         replica.release(*replica.holds)
-        for worker_seat in replica.worker.requests.values():
+        for worker_seat in replica.executor.requests.values():
             worker_seat.is_broken = True  # tokens after made-up messages are not compared
     world.advance(LONG_NS)
     for replica in (prefill, decode):
