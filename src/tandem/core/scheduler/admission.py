@@ -1,16 +1,16 @@
 """Who may start: slots, pages, result slots and the chunk budget, in queue order, and for those who may not, why."""
 
-from dataclasses import dataclass
 from itertools import islice
 
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
-from tandem.core.scheduler.page_tables import is_loading, lacks_page, reusable_tokens, take_pages
+from tandem.core.scheduler.page_tables import is_loading, reusable_tokens, take_pages
 from tandem.core.scheduler.prefetch import awaits_storage
 from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
+from tandem.core.scheduler.reserve import Reserve, expected_tokens
 from tandem.core.scheduler.shared_prefix import awaits_prefix, computes_shareable
 from tandem.core.scheduler.state import NodeState, enter, later, pages_for, prompt_backlog, uncomputed
-from tandem.core.values import RequestId, ceil_div
+from tandem.core.values import RequestId
 
 LOOK_AHEAD = 64  # queued requests looked at in one step
 
@@ -152,29 +152,3 @@ def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
         match_pages=min(matchable // node.settings.page_size, len(progress.hashes)),
         reserve=0 if is_alone else reserve,
     )
-
-
-@dataclass(slots=True)
-class Reserve:
-    """What admission keeps free for the output of those who were admitted, so that they need not be pushed back."""
-
-    lacking: int  # pages that running requests lack at this moment
-    tokens: int  # expected output
-
-    @classmethod
-    def of(cls, node: NodeState) -> "Reserve":
-        running = node.live(State.RUNNING)
-        admitted = (*running, *node.live(State.ARRIVING), *node.live(State.COMPUTING), *node.live(State.LOADING))
-        lacking = sum(lacks_page(node, progress) for progress in running)
-        return cls(lacking, sum(expected_tokens(node, progress) for progress in admitted))
-
-    def pages(self, node: NodeState, newcomer: Progress) -> int:
-        tokens = self.tokens + expected_tokens(node, newcomer)
-        return self.lacking + ceil_div(int(tokens * node.settings.conservativeness), node.settings.page_size)
-
-
-def expected_tokens(node: NodeState, progress: Progress) -> int:
-    """Tokens that a request is assumed to emit here still. A prefill half emits none, nor does who wants a vector."""
-    if isinstance(progress.side, PrefillSide) or progress.request.wants_vector:
-        return 0
-    return min(progress.request.max_new_tokens - progress.generated, node.settings.reserved_decode_tokens)
