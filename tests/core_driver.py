@@ -327,6 +327,7 @@ class World:
         rendered_at: int = 0,
         logprobs_from: int | None = None,
         wants_vector: bool = False,
+        priority: int = 0,
     ) -> RequestId:
         """Tell the request to the workers and put its arrival on the way."""
         request = RequestId(replica.next_id)
@@ -353,6 +354,7 @@ class World:
                 prompt_logprobs_from=logprobs_from,
                 rendered_at=rendered_at,
                 wants_vector=wants_vector,
+                priority=priority,
             )
 
         replica.render[request] = render

@@ -87,6 +87,7 @@ CORE_STATE = (
     "state",
     "request_state",
     "page_tables",
+    "priorities",
     "window_claims",
     "leaving",
     "chunk_budget",

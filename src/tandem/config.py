@@ -164,6 +164,20 @@ class ServerConfig(DoorConfig):
         None, f"tokens that a prompt has to lack, and the timeout, as JSON: {storage_config.EXAMPLE}", metavar="JSON"
     )
     disable_overlap_schedule: bool = flag(False, "launch a batch only after the one before has returned")
+    schedule_policy: str = flag(
+        "fcfs",
+        "which queued request starts first: as they came, who has the longest cached prefix, or who may say most",
+        choices=("fcfs", "lpm", "lof"),
+    )
+    enable_priority_scheduling: bool = flag(
+        False,
+        "requests may say a priority, and larger ones come first: into a full queue, out of it, and before those that "
+        "run; the same on both halves of a pair",
+    )
+    schedule_low_priority_values_first: bool = flag(False, "smaller values of priority come first")
+    priority_scheduling_preemption_threshold: int = flag(
+        10, "who has a priority higher by more than this pushes back those who run, where it lacks a slot or KV pages"
+    )
     schedule_conservativeness: float = flag(0.3, "share of running requests' expected output that admission keeps free")
     enable_prefill_delayer: bool = flag(False, "hold prompts back until they are worth a stall of those who decode")
     prefill_delayer_max_delay_passes: int = flag(30, "after so many batches prompts begin whatever the gates say")
@@ -438,6 +452,10 @@ RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         lambda c: min(c.num_reserved_decode_tokens, c.schedule_conservativeness, c.drain_timeout) < 0,
         "--num-reserved-decode-tokens, --schedule-conservativeness and --drain-timeout must not be negative",
+    ),
+    ConfigRule(
+        lambda c: c.priority_scheduling_preemption_threshold < 0,
+        "--priority-scheduling-preemption-threshold must not be negative: equals would push each other back for ever",
     ),
     ConfigRule(
         lambda c: kv_events_config.complaint(c.kv_events_config, dp_size=c.dp_size) is not None,

@@ -45,6 +45,7 @@ ROLES: dict[str, Only] = {
     "--pp-min-micro-batch-size": DECODES,
     "--num-reserved-decode-tokens": DECODES,
     "--schedule-conservativeness": DECODES,
+    "--priority-scheduling-preemption-threshold": DECODES,
     "--enable-prefill-delayer": Only(
         (UNIFIED,),
         "on a prefill server nobody decodes whom a prompt could stall, "
@@ -82,6 +83,7 @@ GENERATES = (  # flags that say something of how tokens are made, or become answ
     "--max-stored-responses",
     "--num-reserved-decode-tokens",
     "--pp-min-micro-batch-size",
+    "--priority-scheduling-preemption-threshold",
     "--reasoning-parser",
     "--sampling-defaults",
     "--schedule-conservativeness",
@@ -147,6 +149,20 @@ NEEDS: tuple[Need, ...] = (
         lambda c: c.max_stored_responses > 0,
         "does nothing with --max-stored-responses 0, which keeps none",
     ),
+    Need(
+        "--schedule-policy",
+        lambda c: c.schedule_policy != "lpm" or keeps_prefixes(c),
+        "lpm goes by the prefix cache, which is off: leave it out",
+    ),
+    Need(
+        "--schedule-policy",
+        lambda c: c.schedule_policy != "lof" or not c.is_embedding,
+        "lof goes by the length of answers, and an embedding server generates no token: leave it out",
+    ),
+    *(
+        Need(name, lambda c: c.enable_priority_scheduling, "needs --enable-priority-scheduling")
+        for name in ("--schedule-low-priority-values-first", "--priority-scheduling-preemption-threshold")
+    ),
     Need("--otlp-traces-endpoint", lambda c: c.enable_trace, otlp.UNUSED),
     Need("--kv-events-config", keeps_prefixes, "tells of the prefix cache, which is off"),
     Need(
@@ -187,6 +203,7 @@ ENCODERS: dict[str, str] = {
     "--kv-cache-dtype": NO_KV,
     "--kv-events-config": NO_KV,
     "--mem-fraction-static": NO_KV,
+    "--schedule-policy": "does nothing for an encoder, whose prompts share no prefix and have no output",
     "--swa-full-tokens-ratio": NO_KV,
 }
 

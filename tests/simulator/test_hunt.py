@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.core.settings import AllocationPolicy
+from tandem.core.settings import AllocationPolicy, SchedulePolicy
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.faults.options import FIRST_OFF_RECORD, draw_options
+from tandem.simulator.faults.queues import draws_queues
 from tandem.simulator.hunt import lived_ns, num_cores, run_all, run_until
 from tandem.simulator.oracle import Script
 from tandem.simulator.report import SeedResult, Summary
@@ -59,6 +60,15 @@ def test_worlds_off_the_record_also_reserve_pages_late() -> None:
     drawn = [draw_options(seed).decode.allocation for seed in seeds]
     assert set(drawn[:40]) == {AllocationPolicy.EARLY}
     assert set(drawn[40:]) == set(AllocationPolicy)
+
+
+def test_worlds_off_the_record_also_have_other_orders_of_queues() -> None:
+    seeds = range(FIRST_OFF_RECORD - 200, FIRST_OFF_RECORD + 200)
+    drawn = [(draw_options(seed).decode.schedule_policy, draw_options(seed).decode.priorities) for seed in seeds]
+    assert set(drawn[:200]) == {(SchedulePolicy.FCFS, None)}
+    assert {policy for policy, _ in drawn[200:]} == set(SchedulePolicy)
+    assert {priorities is None for _, priorities in drawn[200:]} == {True, False}
+    assert not any(draws_queues(seed) for seed, _ in corpus() if seed >= FIRST_OFF_RECORD), "they are what they were"
 
 
 def half(arrived_at: int, ended_at: int | None) -> Half:

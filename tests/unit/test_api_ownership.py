@@ -56,7 +56,7 @@ def test_a_priority_is_refused_before_its_rid_is_taken() -> None:
         response = posted(w, {"prompt": "x", "rid": "mine", "priority": priority})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
     assert_nothing_is_left(w)
-    assert "scheduler" in posted(w, {"prompt": "x", "priority": 1}).json()["error"]["message"]
+    assert "--enable-priority-scheduling" in posted(w, {"prompt": "x", "priority": 1}).json()["error"]["message"]
 
 
 @pytest.mark.parametrize("priority", [0, None])

@@ -24,7 +24,9 @@ from tandem.core.settings import (
     OptimisticPolicy,
     PrefillInfo,
     PrefillStall,
+    PrioritySettings,
     Role,
+    SchedulePolicy,
 )
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
 from tandem.flag_roles import NEEDS, ROLES, without_effect
@@ -40,6 +42,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 PREFILL = ("--disaggregation-mode", "prefill")
+NO_DECODE_CACHE = ("--no-disaggregation-decode-enable-radix-cache",)
+PRIORITIES = ("--enable-priority-scheduling",)
+LOW_FIRST = ("--schedule-low-priority-values-first",)
 TIMEOUTS = ("request", "stall", "watchdog", "drain", "dist")
 
 
@@ -107,6 +112,10 @@ def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.N
         (["--stall-timeout", "inf"], "argument --stall-timeout: invalid float value: 'inf'"),
         (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
         (["--attention-backend", "fastest"], "argument --attention-backend: invalid choice: 'fastest'"),
+        *(
+            (["--schedule-policy", policy], f"argument --schedule-policy: invalid choice: '{policy}'")
+            for policy in ("random", "dfs-weight", "hrrn", "routing-key")
+        ),
         (["--port"], "argument --port: expected one argument"),
         (["--prefill-delayer-wait-seconds-buckets"], "argument --prefill-delayer-wait-seconds-buckets: expected"),
         (
@@ -139,6 +148,13 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--max-total-tokens", "0"], "--max-total-tokens must be at least 1"),
         (["--num-reserved-decode-tokens", "-1"], "must not be negative"),
         (["--schedule-conservativeness", "-0.1"], "must not be negative"),
+        (["--schedule-policy", "lpm", "--disable-radix-cache"], "lpm goes by the prefix cache, which is off"),
+        (["--schedule-policy", "lpm", "--disaggregation-mode", "decode", *NO_DECODE_CACHE], "lpm goes by the prefix"),
+        (["--schedule-policy", "lof", "--is-embedding"], "generates no token"),
+        (["--schedule-low-priority-values-first"], "needs --enable-priority-scheduling"),
+        (["--priority-scheduling-preemption-threshold", "3"], "needs --enable-priority-scheduling"),
+        ([*PRIORITIES, "--priority-scheduling-preemption-threshold", "-1"], "must not be negative"),
+        ([*PRIORITIES, *PREFILL, "--priority-scheduling-preemption-threshold", "3"], "for unified and decode"),
         (["--drain-timeout", "-1"], "must not be negative"),
         (["--flight-record-max-bytes", "0"], "--flight-record-max-bytes must be at least 1"),
         (["--chunked-prefill-size", "8"], "at least one page"),
@@ -431,10 +447,12 @@ def test_the_flags_of_the_pair_reach_the_node() -> None:
     auto = settings(parse(*decode, "--disaggregation-local-prefill", "auto"))
     assert auto.local_prefill is LocalPrefill.AUTO
     late = settings(parse(*decode, "--disaggregation-decode-allocation-policy", "prefill_complete"))
+    assert (usual.schedule_policy, usual.priorities) == (SchedulePolicy.FCFS, None)
+    longest = settings(parse("--schedule-policy", "lpm", *PRIORITIES))
+    assert (longest.schedule_policy, longest.priorities) == (SchedulePolicy.LPM, PrioritySettings(False, 10))
+    low = settings(parse(*PRIORITIES, *LOW_FIRST, "--priority-scheduling-preemption-threshold", "3"))
+    assert low.priorities == PrioritySettings(low_values_first=True, preemption_threshold=3)
     assert (usual.allocation, late.allocation) == (AllocationPolicy.EARLY, AllocationPolicy.PREFILL_COMPLETE)
-
-
-NO_DECODE_CACHE = ("--no-disaggregation-decode-enable-radix-cache",)
 
 
 def test_the_timeouts_of_a_pair_come_from_the_environment_and_are_the_deadline_otherwise(

@@ -25,6 +25,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "prefill_max_requests",
         *("swa_full_tokens_ratio", "disable_hybrid_swa_memory"),
         *("max_queued_requests", "max_active_requests"),
+        *("schedule_policy", "enable_priority_scheduling", "schedule_low_priority_values_first"),
+        "priority_scheduling_preemption_threshold",
         *("disable_radix_cache", "disable_overlap_schedule", "schedule_conservativeness"),
         *("cpu_threads", "device", "quantization", "kv_cache_dtype", "attention_backend", "deterministic"),
         *("disable_cuda_graph", "cuda_graph_max_bs"),

@@ -39,6 +39,21 @@ class AllocationPolicy(StrEnum):
     PREFILL_COMPLETE = "prefill_complete"  # when the whole prompt is on offer
 
 
+class SchedulePolicy(StrEnum):
+    """In which order queued requests are looked at (`scheduler/queue_policy.py`). The words are SGLang's."""
+
+    FCFS = "fcfs"  # first come, first served
+    LPM = "lpm"  # longest cached prefix first
+    LOF = "lof"  # longest output first
+
+
+class PrioritySettings(Struct, frozen=True):
+    """That requests say how urgent they are counts (`scheduler/queue_policy.py`)."""
+
+    low_values_first: bool = False
+    preemption_threshold: int = 10  # who is more urgent by more than this pushes back those who run
+
+
 class LoadBalanceMethod(StrEnum):
     """How a server spreads requests over its DP ranks (`dp_dispatch.py`)."""
 
@@ -162,6 +177,8 @@ class NodeSettings(Struct, frozen=True):
     force_query: bool = False  # ask for, and announce, every request's rank
     max_running: int = 32
     max_queued: int = 2048
+    schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
+    priorities: PrioritySettings | None = None  # None: all are equally urgent, whatever they say
     chunk_tokens: int = 512  # prompt tokens per batch
     prompt_batch_max: int | None = None  # requests in a batch of prompts
     window_depth: int = 2  # launched batches; 1 is no overlap

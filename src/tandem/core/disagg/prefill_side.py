@@ -32,6 +32,7 @@ from tandem.core.events import PageRead, PagesDigested, RoomElsewhere, TransferF
 from tandem.core.request import Request
 from tandem.core.scheduler.leaving import end, failure, record_closed_room
 from tandem.core.scheduler.page_tables import give_back_if_idle
+from tandem.core.scheduler.priorities import least_urgent_first
 from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import (
     NodeState,
@@ -315,8 +316,9 @@ def reset_prefill_retry_time(progress: Progress, side: PrefillSide) -> None:
 
 
 def yield_parked(node: NodeState) -> bool:
-    """Under pressure of slots, pages or result slots: the newest parked request gives back what it holds."""
-    for progress in reversed(node.live(State.PARKED)):
+    """Under pressure of slots, pages or result slots: the least urgent parked request, and of these the newest, gives
+    back what it holds. However urgent it is: nobody waits for it yet."""
+    for progress in least_urgent_first(node, node.live(State.PARKED)[::-1]):
         if isinstance(progress.side, PrefillSide):
             give_back(node, progress, progress.side, "yield")
             return True

@@ -96,6 +96,23 @@ class PrefixTree:
             self._drop_if_empty(at, node)
             at = node.parent
 
+    def num_released(self, page_hash: PageHash, pins: dict[PageHash, int]) -> int:
+        """Pages of the device that would be pinned no more without a lock on this node. Nothing changes.
+
+        pins: what is left of the pins after other such questions; it is kept up here, so that several locks can be
+        asked about together.
+        """
+        released = 0
+        at: PageHash | None = page_hash
+        while at is not None:
+            node = self.nodes[at]
+            pins[at] = pins.get(at, node.pins) - 1
+            if pins[at] > 0:
+                break
+            released += node.is_landed
+            at = node.parent
+        return released
+
     def insert(self, page_hash: PageHash, page: PageId, parent: PageHash | None) -> bool:
         """Keep `page` under its hash. False if it is on the device already: the caller keeps its own copy."""
         node = self.nodes.get(page_hash)

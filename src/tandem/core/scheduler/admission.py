@@ -1,24 +1,23 @@
 """Who may start: slots, pages, result slots and the chunk budget, in queue order, and for those who may not, why."""
 
-from itertools import islice
-
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
-from tandem.core.scheduler.page_tables import is_loading, reusable_tokens, take_pages
+from tandem.core.scheduler.page_tables import is_loading, matchable_pages, take_pages
+from tandem.core.scheduler.preemption import may_preempt, preempt
 from tandem.core.scheduler.prefetch import awaits_storage
+from tandem.core.scheduler.priorities import rank
+from tandem.core.scheduler.queue_policy import candidates
 from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
 from tandem.core.scheduler.reserve import Reserve, expected_tokens
 from tandem.core.scheduler.shared_prefix import awaits_prefix, computes_shareable
 from tandem.core.scheduler.state import NodeState, enter, later, pages_for, prompt_backlog, uncomputed
-from tandem.core.values import RequestId
-
-LOOK_AHEAD = 64  # queued requests looked at in one step
 
 
 def admit(node: NodeState) -> None:
-    """Move queued requests on, in order, until one does not fit.
+    """Move queued requests on, in the order of the queue policy, until one does not fit.
 
-    Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve. One that lacks a
+    Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve; it may push back who
+    runs and is much less urgent. One that lacks a
     result slot is passed over: those behind it may not need one (sglang#26780: `continue`, not `break`).
     So is one whose prefix is on its way from storage, for as long as the policy has it, and one whose prefix another
     request is computing. The same with one that starts early: nobody waits for it, so neither does it push parked
@@ -27,7 +26,7 @@ def admit(node: NodeState) -> None:
     queue = node.queues[State.QUEUED]
     if not queue:
         return
-    if node.num_slots_used >= node.settings.max_running and not node.queues[State.PARKED]:
+    if node.num_slots_used >= node.settings.max_running and not node.queues[State.PARKED] and not may_preempt(node):
         node.requests[next(iter(queue))].blocked_on = WaitingFor.SLOT  # nobody gives way: no need to count pages
         return
     reserve = Reserve.of(node)
@@ -48,10 +47,13 @@ def admit(node: NodeState) -> None:
         if awaits_prefix(node, progress, computing):
             progress.blocked_on = WaitingFor.PREFIX
             continue
-        if not isinstance(progress.side, DecodeSide) and backlog >= enough:
+        if not isinstance(progress.side, DecodeSide) and backlog >= enough and prompts_before(node, progress) >= enough:
             progress.blocked_on = WaitingFor.WINDOW
             return
         blocked_on = try_admit(node, progress, reserve.pages(node, progress))
+        if blocked_on in (WaitingFor.SLOT, WaitingFor.PAGES) and preempt(node, progress, reserve):
+            reserve = Reserve.of(node)
+            blocked_on = try_admit(node, progress, reserve.pages(node, progress))
         progress.blocked_on = blocked_on
         if blocked_on is WaitingFor.RESULT_SLOT:
             continue
@@ -67,19 +69,10 @@ def admit(node: NodeState) -> None:
             computing.append(progress)
 
 
-def candidates(node: NodeState) -> list[RequestId]:
-    """The head of the queue. When parked requests hold what it lacks, also those READY further back: one of them may
-    have to run before a parked request finds its taker."""
-    queue = node.queues[State.QUEUED]
-    chosen = list(islice(queue, LOOK_AHEAD))
-    if len(queue) > LOOK_AHEAD and (node.queues[State.PARKED] or not node.results.free_slots):
-        behind = islice(queue, LOOK_AHEAD, None)
-        chosen += islice((request for request in behind if has_taker(node.requests[request])), LOOK_AHEAD)
-    return chosen
-
-
-def has_taker(progress: Progress) -> bool:
-    return isinstance(progress.side, PrefillSide) and progress.side.is_ready
+def prompts_before(node: NodeState, newcomer: Progress) -> int:
+    """Tokens of prompts that have begun, without those of requests that are less urgent: they come after its own."""
+    begun = (*node.live(State.COMPUTING), *node.live(State.LOADING))
+    return sum(uncomputed(one) for one in begun if rank(node, one.request) <= rank(node, newcomer.request))
 
 
 def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor | None:
@@ -142,13 +135,11 @@ def ensure_metadata_buffer(node: NodeState, progress: Progress) -> bool:
 
 def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
     """Pages for all known tokens. At least one token has to be computed here, unless the rest comes from a peer."""
-    length = progress.length
-    matchable = length if isinstance(progress.side, DecodeSide) else reusable_tokens(progress)
     is_alone = node.num_slots_used == 0
     return take_pages(
         node,
         progress,
-        num_pages=pages_for(node, length),
-        match_pages=min(matchable // node.settings.page_size, len(progress.hashes)),
+        num_pages=pages_for(node, progress.length),
+        match_pages=matchable_pages(node, progress),
         reserve=0 if is_alone else reserve,
     )

@@ -14,6 +14,7 @@ from tandem.core.scheduler.micro_batches import MicroBatch
 from tandem.core.scheduler.page_tables import make_room
 from tandem.core.scheduler.preemption import retract, victims
 from tandem.core.scheduler.prefill_delayer import is_fresh, prefill_gate
+from tandem.core.scheduler.priorities import most_urgent_first
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
 from tandem.core.scheduler.state import NodeState, charge_stage_as_waiting, pages_for
 from tandem.core.scheduler.window_claims import take_parts
@@ -111,10 +112,11 @@ def prompt_budget(node: NodeState, *, others_wait: bool) -> int:
 
 
 def prompt_rows(node: NodeState, budget: int, *, may_begin: bool) -> tuple[Row, ...]:
-    """Spans of known tokens, oldest request first, until the batch is as large as it may be. What has begun goes on."""
+    """Spans of known tokens, of the most urgent and then the oldest requests, until the batch is as large as it may be.
+    What has begun goes on, whatever the gate says."""
     rows: list[Row] = []
     most = node.settings.prompt_batch_max
-    for progress in node.live(State.COMPUTING):
+    for progress in most_urgent_first(node, node.live(State.COMPUTING)):
         if budget <= 0 or len(rows) == most:
             break
         if progress.launched >= progress.length or (not may_begin and is_fresh(progress)):
@@ -206,7 +208,7 @@ def preempt_for_pages(node: NodeState, num_pages: int) -> bool:
     """Too few pages for the next decode batch: push somebody back. False: pages are on their way, wait for them."""
     coming = sum(len(progress.pages) for progress in node.live(State.RETRACTING))
     members = [node.requests[request] for request in node.micro_batches.members]
-    chosen = victims(members, num_pages - node.pool.num_free - coming)
+    chosen = victims(node, members, num_pages - node.pool.num_free - coming)
     if chosen:
         for progress in chosen:
             retract(node, progress)

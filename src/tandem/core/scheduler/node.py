@@ -65,6 +65,7 @@ from tandem.core.scheduler.page_tables import checkpoint, flush_cache, too_long
 from tandem.core.scheduler.preemption import finish_retraction
 from tandem.core.scheduler.prefetch import begin_prefetch, on_found
 from tandem.core.scheduler.prefill_delayer import on_load_wanted, on_loads_gathered, prefill_gate
+from tandem.core.scheduler.priorities import gives_way
 from tandem.core.scheduler.request_state import (
     WAITING_STATES,
     WANTS_KV,
@@ -192,6 +193,7 @@ def arrive(node: NodeState, request: Request) -> None:
         decline_room(node, request, cause, detail)
         node.forgotten.append(request.id)
         return
+    make_room_in_queue(node, request)
     side = create_side(node, request)
     state = State.QUEUED if isinstance(side, Local) else State.BOOTSTRAPPING
     deadline, hashes = Nanos(node.now + request.timeout_ns), list(request.page_hashes)
@@ -228,11 +230,21 @@ def await_ready(node: NodeState, progress: Progress, side: PrefillSide) -> None:
         enter(node, progress, Trigger.PEER_READY)
 
 
+def make_room_in_queue(node: NodeState, newcomer: Request) -> None:
+    """A full queue takes in who is more urgent than somebody in it, who ends instead."""
+    if num_waiting(node) >= node.settings.max_queued and (last := gives_way(node, newcomer)) is not None:
+        fail(node, last, Cause.QUEUE_FULL, "the queue is full, and a request of higher priority has come")
+
+
+def num_waiting(node: NodeState) -> int:
+    return sum(len(node.queues[state]) for state in WAITING_STATES)
+
+
 def refuse(node: NodeState, request: Request) -> tuple[Cause, str] | None:
     if node.draining:
         return Cause.DRAINING, SHUTTING_DOWN
-    waiting = sum(len(node.queues[state]) for state in WAITING_STATES)
-    if waiting >= node.settings.max_queued:
+    waiting = num_waiting(node)
+    if waiting >= node.settings.max_queued and gives_way(node, request) is None:
         return Cause.QUEUE_FULL, f"{waiting} requests are waiting"
     complaint = too_long(node, request)
     if complaint is not None:

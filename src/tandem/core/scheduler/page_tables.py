@@ -258,6 +258,12 @@ def reusable_tokens(progress: Progress) -> int:
     return min(prompt_logprobs_from, progress.length - 1)
 
 
+def matchable_pages(node: NodeState, progress: Progress) -> int:
+    """Leading pages that may come from the prefix cache. One that arrives from a peer need compute nothing here."""
+    matchable = progress.length if isinstance(progress.side, DecodeSide) else reusable_tokens(progress)
+    return min(matchable // node.settings.page_size, len(progress.hashes))
+
+
 def lacks_page(node: NodeState, progress: Progress) -> bool:
     """Of a running request: its next token's input has no page yet."""
     return progress.length + progress.pending > len(progress.pages) * node.settings.page_size

@@ -1,20 +1,29 @@
 """Whom to push back when pages run out, and how they return: queued at the head, everything computed again.
 
-Victims are those with the least output, and among equals the longest prompts: they lose the least work. One request
-always stays, so that somebody can finish and give its pages back.
+Victims are the least urgent, of these those with the least output, and among equals the longest prompts: they lose the
+least work. One request always stays, so that somebody can finish and give its pages back.
+
+Where priorities count, who runs is also pushed back for a newcomer that is more urgent by more than a threshold: so
+many, the least urgent and of these the newest first, as give it the slot and the pages that it lacks, or nobody. Who is
+pushed back can do the same to none that stands above it, and says at least one token more each time that it runs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from tandem.core.disagg.sides import Local
-from tandem.core.scheduler.page_tables import checkpoint, give_back_if_idle
-from tandem.core.scheduler.request_state import Progress, Trigger
-from tandem.core.scheduler.state import NodeState, enter
+from tandem.core.scheduler.page_tables import checkpoint, give_back_if_idle, matchable_pages
+from tandem.core.scheduler.priorities import least_urgent_first, rank
+from tandem.core.scheduler.request_state import Progress, State, Trigger, is_early
+from tandem.core.scheduler.reserve import Reserve
+from tandem.core.scheduler.state import NodeState, enter, pages_for
+from tandem.core.values import PageHash
 
 
-def victims(running: Sequence[Progress], num_pages: int) -> list[Progress]:
+def victims(node: NodeState, running: Sequence[Progress], num_pages: int) -> list[Progress]:
     """Requests whose pages are enough, together, to cover `num_pages`; never all of them."""
     order = sorted(running, key=lambda progress: (progress.generated, -progress.length, -progress.id))
+    order = least_urgent_first(node, order)
     chosen: list[Progress] = []
     freed = 0
     for progress in order[:-1]:
@@ -38,3 +47,80 @@ def retract(node: NodeState, progress: Progress) -> None:
 def finish_retraction(node: NodeState, progress: Progress) -> None:
     if give_back_if_idle(node, progress):
         enter(node, progress, Trigger.REQUEUE, first=True)
+
+
+def may_preempt(node: NodeState) -> bool:
+    """Somebody runs who could be pushed back for a newcomer."""
+    return node.settings.priorities is not None and node.micro_batches.num_members > 0
+
+
+def preempt(node: NodeState, newcomer: Progress, reserve: Reserve) -> bool:
+    """Push back as many as let the newcomer in, as soon as their batches have returned, or nobody: False."""
+    if node.settings.priorities is None or is_early(newcomer):
+        return False
+    limit = rank(node, newcomer.request) + node.settings.priorities.preemption_threshold
+    members = map(node.requests.__getitem__, node.micro_batches.members)
+    outranked = [progress for progress in members if rank(node, progress.request) > limit]
+    outranked.sort(key=lambda progress: (rank(node, progress.request), progress.id), reverse=True)
+    if not outranked:
+        return False
+    prefix = newcomer.hashes[: matchable_pages(node, newcomer)]
+    found = node.tree.match(prefix) if node.settings.prefix_cache else []
+    if found:
+        node.tree.lock(prefix[len(found) - 1])
+    room = Room.of(node, newcomer, len(found), reserve)
+    chosen: list[Progress] = []
+    while not room.fits(node, newcomer) and len(chosen) < len(outranked):
+        room.without(node, outranked[len(chosen)])
+        chosen.append(outranked[len(chosen)])
+    fits = room.fits(node, newcomer)
+    if found:
+        node.tree.unlock(prefix[len(found) - 1])
+    for progress in chosen if fits else ():
+        retract(node, progress)
+    return fits and bool(chosen)
+
+
+@dataclass(slots=True)
+class Room:
+    """What a newcomer finds when some have left: those whose last batch is in flight anyway, and some who run."""
+
+    num_slots: int
+    num_pages: int
+    num_left: int  # who have a slot still
+    lacks: int  # pages that the newcomer needs besides its cached prefix
+    reserve: Reserve
+    pins: dict[PageHash, int] = field(default_factory=dict[PageHash, int])  # as `PrefixTree.num_released` has it
+
+    @classmethod
+    def of(cls, node: NodeState, newcomer: Progress, num_found: int, reserve: Reserve) -> "Room":
+        """Its cached prefix is locked."""
+        used = node.num_slots_used
+        room = cls(
+            node.settings.max_running - used,
+            node.pool.num_free + node.tree.num_evictable,
+            used,
+            pages_for(node, newcomer.length) - num_found,
+            Reserve(reserve.lacking, reserve.tokens),
+        )
+        members = frozenset(node.micro_batches.members)
+        leaving = (progress for progress in node.live(State.RUNNING) if progress.id not in members)
+        for progress in (*node.live(State.RETRACTING), *leaving):
+            room.vacate(node, progress)
+        return room
+
+    def vacate(self, node: NodeState, progress: Progress) -> None:
+        self.num_slots += 1
+        self.num_left -= 1
+        self.num_pages += len(progress.pages) - progress.inserted
+        if progress.locked is not None:
+            self.num_pages += node.tree.num_released(progress.locked, self.pins)
+
+    def without(self, node: NodeState, progress: Progress) -> None:
+        """... this one, who runs and has its part of the reserve."""
+        self.vacate(node, progress)
+        self.reserve.without(node, progress)
+
+    def fits(self, node: NodeState, newcomer: Progress) -> bool:
+        reserve = self.reserve.pages(node, newcomer) if self.num_left else 0
+        return self.num_slots > 0 and self.lacks + reserve <= self.num_pages

@@ -25,6 +25,11 @@ class Reserve:
         tokens = self.tokens + expected_tokens(node, newcomer)
         return self.lacking + ceil_div(int(tokens * node.settings.conservativeness), node.settings.page_size)
 
+    def without(self, node: NodeState, progress: Progress) -> None:
+        """One who runs is pushed back."""
+        self.lacking -= lacks_page(node, progress)
+        self.tokens -= expected_tokens(node, progress)
+
 
 def expected_tokens(node: NodeState, progress: Progress) -> int:
     """Tokens that a request is assumed to emit here still. A prefill half emits none, nor does who wants a vector."""

@@ -82,6 +82,7 @@ from tandem.server.api.validation import (
     beyond,
     check_task,
     check_timeout,
+    priority_of,
     submission,
     time_of,
 )
@@ -327,6 +328,7 @@ class Endpoints:
         seconds, size = self._seconds_left(request), len(raw)
         routing, body = await within(seconds, decode_both(raw, Routing, kind), "the body was not read")
         routing.rendered_at = time_of(routing)
+        routing.priority = priority_of(routing, request.headers.get("x-override-priority"))
         if checks_model:
             check_model(routing.model, self._config)
         prompts, all_params = await within(

@@ -8,7 +8,7 @@ from msgspec import Struct
 from tandem.config import ServerConfig
 from tandem.page_files import DiskFolder, FolderRefused
 from tandem.sampling import SamplingDefaults
-from tandem.server.api.bounds import MAX_SAMPLES
+from tandem.server.api.bounds import MAX_INT, MAX_SAMPLES, MIN_INT
 from tandem.server.api.validation import HashKeys, ModelLimits, Task
 from tandem.server.processes import ServerFailure
 
@@ -49,6 +49,13 @@ def page_secret(config: ServerConfig) -> bytes:
         raise ServerFailure(f"no storage of pages in {config.hicache_storage_dir}: {error}") from error
 
 
+def unsaid_priority(config: ServerConfig) -> int | None:
+    """Of a request that says none: the least urgent there is, as SGLang has it. None: priorities do not count."""
+    if not config.enable_priority_scheduling:
+        return None
+    return MAX_INT if config.schedule_low_priority_values_first else MIN_INT
+
+
 def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> ModelLimits:
     """What requests are checked against.
 
@@ -70,5 +77,6 @@ def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes |
         dimensions=model.dimensions,
         one_batch_tokens=config.chunked_prefill_size if model.is_encoder else None,
         block_tokens=model.block_tokens,
+        unsaid_priority=unsaid_priority(config),
         keys=HashKeys(pages=pages, digests=pages if digest_secret is None else digest_secret),
     )

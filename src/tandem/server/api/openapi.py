@@ -433,12 +433,16 @@ READS = {
 }
 
 
-def bounds(dp_size: int, vocab_size: int, *, is_paired: bool = False) -> dict[str, Schema]:
+def bounds(
+    dp_size: int, vocab_size: int, *, is_paired: bool = False, has_priorities: bool = False
+) -> dict[str, Schema]:
     """Of numbers whose type allows more than this server does. is_paired: it reads what a router says of the pair."""
     rank: Schema = {"minimum": 0, "maximum": dp_size - 1}
     token: Schema = {"minimum": 0, "maximum": vocab_size - 1}
     ranks = dict.fromkeys(("routed_dp_rank", "data_parallel_rank"), rank)
-    found = {"priority": {"minimum": 0, "maximum": 0}, **ranks, **dict.fromkeys(TOKENS, token)}
+    found = {**ranks, **dict.fromkeys(TOKENS, token)}
+    if not has_priorities:
+        found["priority"] = {"minimum": 0, "maximum": 0}
     if is_paired:
         found["bootstrap_room"] = {"minimum": 1, "maximum": MAX_ROOM}
         found["bootstrap_port"] = {"minimum": 1, "maximum": MAX_PORT}
@@ -453,10 +457,12 @@ def openapi_document(
     vocab_size: int = 1 << 31,
     *,
     needs_room: bool = False,
+    has_priorities: bool = False,
 ) -> Schema:
     """Without what servers of other tasks are for: here it is only refused."""
     is_paired = role in ("prefill", "decode")
-    narrower, endpoints = bounds(dp_size, vocab_size, is_paired=is_paired), ENDPOINTS[task]
+    narrower = bounds(dp_size, vocab_size, is_paired=is_paired, has_priorities=has_priorities)
+    endpoints = ENDPOINTS[task]
     shared = [Routing, *(WITHIN_BODIES if task is Task.TOKENS else (Document,))]
     kinds = [*shared, *dict.fromkeys(kind for kind, _, _ in (endpoints | OTHERS).values())]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")

@@ -224,6 +224,7 @@ class Ops:
                 limits.task,
                 limits.vocab_size,
                 needs_room=limits.role == "decode" and limits.is_strict_remote,
+                has_priorities=limits.unsaid_priority is not None,
             )
         )
 

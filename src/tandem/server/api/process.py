@@ -75,6 +75,7 @@ EXIT_GRACE_S = 5.0  # for children that were told to end
 FLUSH_S = 2  # for responses that have their last token, or their error
 RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; doubles while it dies before it is ready
 READY_POLL_S = 0.05
+URGENT_REQUESTS = 64  # beyond those that nodes may hold, of which some may take the place of others there
 RECORD_S = 2.0  # for a node that hangs, to write what it did last
 EXIT_REASON_S = 1.0  # until the kernel has told how a child ended
 
@@ -276,9 +277,13 @@ class ApiProcess:
         self._tracing.close()
 
     def _bounds(self) -> ConnectionBounds:
-        """More requests than all nodes may hold would be refused by them, once their bodies were read and parsed."""
+        """More requests than all nodes may hold would be refused by them, once their bodies were read and parsed. Only
+        the body says which of them would not be, where priorities count.
+        """
         config = self._config
         held = config.dp_size * (config.max_running_requests + config.max_queued_requests)
+        if config.enable_priority_scheduling:
+            held += URGENT_REQUESTS
         return api_bounds(max_requests=held, write_s=config.stall_timeout)
 
     def _open(self, app: ASGIApp, listener: socket.socket, bounds: ConnectionBounds) -> None:

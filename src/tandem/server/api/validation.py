@@ -26,12 +26,14 @@ from tandem.server import wire
 from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
 from tandem.server.api.bounds import (
     ALTERNATIVE_BYTES,
+    MAX_INT,
     MAX_PORT,
     MAX_PROMPT_SCORES,
     MAX_RID_CHARS,
     MAX_ROOM,
     MAX_SAMPLES,
     MAX_SUBMITTED_TOKENS,
+    MIN_INT,
     SCORE_BYTES,
 )
 from tandem.server.api.errors import Failure, Problem, Refusal, contradiction, invalid
@@ -77,6 +79,7 @@ class ModelLimits(Struct, frozen=True):
     dimensions: int = 0  # of an embedding
     one_batch_tokens: int | None = None  # of a model that computes a prompt in one batch: what that may hold
     block_tokens: int = 1  # that are found together
+    unsaid_priority: int | None = None  # of a request that says none; None: priorities do not count
 
 
 class Prompt(Struct, frozen=True):
@@ -125,6 +128,7 @@ class SampleRequest(Struct, frozen=True):
     dp_rank: int | None = None  # of this server, that the request asks for
     nonce: str = ""  # of the HTTP request: what its answer names is named after it
     said: Said | None = None  # of a stream that goes on here
+    priority: int = 0
 
     @property
     def context(self) -> list[int]:
@@ -302,7 +306,7 @@ def ask_all(
     seed_room: with which the draws of a stream that goes on here began.
     """
     check_samples(prompts, all_params)
-    check_priority(routing)
+    priority = check_priority(routing, limits)
     dp_ranks = check_dp_ranks(routing, [params.n for params in all_params])
     pairs = check_pairs(routing, [params.n for params in all_params], limits)
     rids = check_rids(routing.rid, len(prompts), own_rid)
@@ -328,6 +332,7 @@ def ask_all(
                     tenant=tenant,
                     timeout_ns=timeout_ns,
                     dp_rank=dp_ranks[len(asks)],
+                    priority=priority,
                     nonce=own_rid,
                 )
             )
@@ -368,10 +373,28 @@ def check_scores(prompt: Prompt, params: GenerationParams) -> None:
         )
 
 
-def check_priority(routing: Routing) -> None:
+def check_priority(routing: Routing, limits: ModelLimits) -> int:
     """A number that nobody reads must not look as if it were honoured."""
+    if limits.unsaid_priority is not None:
+        return limits.unsaid_priority if routing.priority is None else routing.priority
     if routing.priority:
-        raise unsupported("priority", ": the scheduler does not read it yet; leave it out or send 0")
+        raise unsupported(
+            "priority", ": the scheduler reads it with --enable-priority-scheduling only; leave it out or send 0"
+        )
+    return 0
+
+
+def priority_of(routing: Routing, header: str | None) -> int | None:
+    """As a gateway before us says, else as the body does."""
+    if header is None:
+        return routing.priority
+    try:
+        number = int(header)
+    except ValueError:
+        number = MAX_INT + 1
+    if not MIN_INT <= number <= MAX_INT:
+        raise invalid("X-Override-Priority", "must be an integer of at most 64 bits")
+    return number
 
 
 def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: ModelLimits) -> wire.Submit:
@@ -394,6 +417,7 @@ def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: 
             room=ask.pair.room,
             peer=ask.pair.peer,
             dp_rank_hint=ask.pair.dp_rank_hint,
+            priority=ask.priority,
             prompt_digest=prompt_digest(tokens, sampling_bytes(ask.sampling), secret=limits.keys.digests),
             prompt_logprobs_from=ask.sampling.prompt_logprobs_from,
             rendered_at=ask.prompt.rendered_at,

@@ -30,7 +30,9 @@ from tandem.core.settings import (
     PrefetchPolicy,
     PrefillInfo,
     PrefillStall,
+    PrioritySettings,
     Role,
+    SchedulePolicy,
     StorageSettings,
     TierSettings,
     WritePolicy,
@@ -62,6 +64,8 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         force_query=environment_switch(FORCE_QUERY),
         max_running=config.max_running_requests,
         max_queued=config.max_queued_requests,
+        schedule_policy=SchedulePolicy(config.schedule_policy),
+        priorities=priority_settings(config),
         chunk_tokens=config.chunked_prefill_size,
         prompt_batch_max=config.prefill_max_requests,
         window_depth=config.window_depth,
@@ -92,6 +96,12 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         else LoadFailurePolicy(config.kv_load_failure_policy),
         stall_timeout_ns=Nanos(int(config.stall_timeout * SECOND)),
     )
+
+
+def priority_settings(config: ServerConfig) -> PrioritySettings | None:
+    if not config.enable_priority_scheduling:
+        return None
+    return PrioritySettings(config.schedule_low_priority_values_first, config.priority_scheduling_preemption_threshold)
 
 
 def prefill_stall(config: ServerConfig) -> PrefillStall | None:

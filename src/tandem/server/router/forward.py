@@ -16,7 +16,7 @@ from tandem.server.api.access import malformed_path
 from tandem.server.api.errors import Problem, Refusal
 
 CONTROL_HEADERS = ("authorization", "x-api-key")
-GENERATION_HEADERS = (*CONTROL_HEADERS, "traceparent", "tracestate", "x-data-parallel-rank")
+GENERATION_HEADERS = (*CONTROL_HEADERS, "traceparent", "tracestate", "x-data-parallel-rank", "x-override-priority")
 
 
 @dataclass(frozen=True, slots=True)

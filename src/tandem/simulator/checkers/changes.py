@@ -14,7 +14,8 @@ from tandem.core.disagg.sides import PrefillSide
 from tandem.core.disagg.transfer_state import RECEIVER, SENDER, TransferState
 from tandem.core.machine import Machine
 from tandem.core.scheduler.request_state import LIFECYCLE, Progress, State, WaitingFor
-from tandem.core.settings import OptimisticPolicy
+from tandem.core.scheduler.state import NodeState
+from tandem.core.settings import OptimisticPolicy, SchedulePolicy
 from tandem.core.values import Incarnation, RequestId
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import where
@@ -181,6 +182,7 @@ PASSED_OVER = (WaitingFor.RESULT_SLOT, WaitingFor.STORAGE, WaitingFor.PREFIX)
 class QueueOrder:
     """Nobody who waits is overtaken, and nobody waits for a node that has nothing else to do.
 
+    Where priorities count they come first. Who is equally urgent stands as it came, unless the policy says else.
     Overtaken may be who lacks a result slot, since those behind it may not need one; whose prefix is on its
     way from storage or computed by another; and who would start before its decode is READY, but not by another such.
     """
@@ -212,8 +214,9 @@ class QueueOrder:
 
     def _check_order(self, life: Life, waiting: list[RequestId], admitted: set[RequestId]) -> None:
         state = life.node.state
+        is_in_turn = state.settings.schedule_policy is SchedulePolicy.FCFS
         behind = set(admitted)
-        for request in waiting:
+        for request in sorted(waiting, key=lambda request: urgency(state, request)):
             behind.discard(request)
             if not behind:
                 return
@@ -222,11 +225,23 @@ class QueueOrder:
             progress = state.requests.get(request)
             if progress is None or progress.state is not State.QUEUED or progress.entered_at == state.now:
                 continue
-            is_passed = is_early(progress) and not any(is_early(state.requests[other]) for other in behind)
+            least = urgency(state, request) + (not is_in_turn)
+            after = [other for other in behind if urgency(state, other) >= least]
+            if not after:
+                continue
+            is_passed = is_early(progress) and not any(is_early(state.requests[other]) for other in after)
             if progress.blocked_on not in PASSED_OVER and not is_passed:
                 raise Violation(
                     self.id, f"{where(life, request)} lacks {progress.blocked_on}, and those behind it are admitted"
                 )
+
+
+def urgency(state: NodeState, request: RequestId) -> int:
+    """By the settings alone: smaller is first. Of one that has gone it does not matter."""
+    progress, priorities = state.requests.get(request), state.settings.priorities
+    if progress is None or priorities is None:
+        return 0
+    return progress.request.priority * (1 if priorities.low_values_first else -1)
 
 
 def is_early(progress: Progress) -> bool:

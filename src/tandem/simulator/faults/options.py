@@ -58,6 +58,7 @@ from tandem.server.node.links import Heartbeat, Limits
 from tandem.simulator.actors.host_tier import TierFaults
 from tandem.simulator.actors.storage import StorageFaults
 from tandem.simulator.faults.names import name_of
+from tandem.simulator.faults.queues import draw_queues, draws_queues
 from tandem.simulator.network.links import LinkSettings
 from tandem.simulator.renderings import ShownTime
 from tandem.simulator.workload import WorkloadSettings
@@ -261,7 +262,7 @@ def draw_options(seed: int) -> Options:
     options = with_blocks(with_prefill_stalls(with_storage(with_host_tiers(with_far_peers(options)))))
     options = with_tuned_delayers(options)
     options = with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options
-    return with_late_pages(with_windows(options))
+    return with_queues(with_late_pages(with_windows(options)))
 
 
 def _draw_sides(
@@ -381,6 +382,14 @@ def with_late_pages(options: Options) -> Options:
     if options.seed < FIRST_OFF_RECORD or random.randrange(LATE_PAGES_ONE_IN):
         return options
     return replace(options, decode=structs.replace(options.decode, allocation=AllocationPolicy.PREFILL_COMPLETE))
+
+
+def with_queues(options: Options) -> Options:
+    """In some seeds queues have another order, or priorities count. Nothing else of a seed depends on it."""
+    if options.seed < FIRST_OFF_RECORD or not draws_queues(options.seed):
+        return options
+    prefill, decode = draw_queues(options.seed, options.prefill, options.decode)
+    return replace(options, prefill=prefill, decode=decode)
 
 
 def with_windows(options: Options) -> Options:
