@@ -63,10 +63,13 @@ class HitRate:
 
     def recount(self, life: Life) -> None:
         counters, prompts = life.node.state.counters, self.prompts[life.incarnation]
-        for progress in [one for one in prompts.loading.values() if one.id not in life.node.state.requests]:
+        gone = [one for one in prompts.loading.values() if one.is_counted or one.id not in life.node.state.requests]
+        for progress in gone:
             del prompts.loading[progress.id]
             if progress.is_counted and progress.id not in prompts.counted:
-                self._count(prompts, progress, progress.cached_tokens)  # it has let go of its pages
+                self._count(
+                    prompts, progress, progress.cached_tokens
+                )  # it has begun, and let go of its pages in the same step
         counted, shown = (prompts.hit_tokens, prompts.input_tokens), (counters.hit_tokens, counters.input_tokens)
         if counted != shown:
             raise Violation(self.id, f"{where(life)} shows {shown[0]} of {shown[1]} tokens hit, they are {counted}")
