@@ -447,12 +447,16 @@ def test_the_flags_of_the_pair_reach_the_node() -> None:
     auto = settings(parse(*decode, "--disaggregation-local-prefill", "auto"))
     assert auto.local_prefill is LocalPrefill.AUTO
     late = settings(parse(*decode, "--disaggregation-decode-allocation-policy", "prefill_complete"))
+    assert (usual.allocation, late.allocation) == (AllocationPolicy.EARLY, AllocationPolicy.PREFILL_COMPLETE)
+
+
+def test_the_flags_of_queues_reach_the_node() -> None:
+    usual = settings(parse())
     assert (usual.schedule_policy, usual.priorities) == (SchedulePolicy.FCFS, None)
     longest = settings(parse("--schedule-policy", "lpm", *PRIORITIES))
     assert (longest.schedule_policy, longest.priorities) == (SchedulePolicy.LPM, PrioritySettings(False, 10))
     low = settings(parse(*PRIORITIES, *LOW_FIRST, "--priority-scheduling-preemption-threshold", "3"))
     assert low.priorities == PrioritySettings(low_values_first=True, preemption_threshold=3)
-    assert (usual.allocation, late.allocation) == (AllocationPolicy.EARLY, AllocationPolicy.PREFILL_COMPLETE)
 
 
 def test_the_timeouts_of_a_pair_come_from_the_environment_and_are_the_deadline_otherwise(
