@@ -19,6 +19,7 @@ from tandem.core.settings import (
     NodeSettings,
     OptimisticPolicy,
     PrefetchPolicy,
+    PrioritySettings,
     Role,
     StorageSettings,
     TierSettings,
@@ -83,6 +84,7 @@ class Small(Struct, frozen=True):
     decode_pages: int = 6
     host_pages: int = 0  # on each side; 0: there is no host memory
     prefetch: PrefetchPolicy | None = None  # below it, storage of each side; None: there is none
+    priorities: tuple[int, ...] = ()  # of each request; one more pushes back. Empty: they do not count
     max_running: int = 2
     result_slots: int = 2
     window_depth: int = 1
@@ -119,6 +121,7 @@ class Small(Struct, frozen=True):
             host_tier=self._host_tier(),
             block_tokens=self.block_tokens,
             allocation=self.allocation,
+            priorities=PrioritySettings(preemption_threshold=0) if self.priorities else None,
         )
 
     def _host_tier(self) -> TierSettings | None:
@@ -180,6 +183,7 @@ class SmallWorld:
             peer=ADDRESS if role is Role.DECODE else None,
             prompt_digest=prompt_digest(script.prompt, secret=SECRET),
             rendered_at=time,
+            priority=self.small.priorities[number - 1] if self.small.priorities else 0,
         )
 
     def beginning(self) -> WorldState:

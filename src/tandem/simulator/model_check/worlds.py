@@ -45,6 +45,18 @@ LATE = Small(
     allocation=AllocationPolicy.PREFILL_COMPLETE,
 )
 
+URGENT = Small(
+    "urgent",
+    TO_THE_END,
+    prompts=(3, 3),
+    priorities=(0, 1),
+    max_new_tokens=3,
+    max_running=1,
+    result_slots=1,
+    window_depth=2,
+    optimistic=OptimisticPolicy.PARK,
+)
+
 SMALL_WORLDS = (
     # Two requests, and any half of them leaves, or never comes, at any moment.
     Small("aborts", TO_THE_END, prompts=(3, 3), faults=((Fault.ABORT, 1),)),
@@ -174,6 +186,8 @@ SMALL_WORLDS = (
         prompts=(5,),
         faults=((Fault.LOSS, 1), (Fault.COPY, 1), (Fault.FAILURE, 1), (Fault.RESTART, 1), (Fault.ABORT, 1)),
     ),
+    # One slot on each side, and the second request is more urgent: it overtakes and pushes back.
+    URGENT,
     # One slot on each side: the second request waits in a queue when its peer dies.
     Small("queued", TO_THE_END, prompts=(3, 3), decode_pages=2, max_running=1, faults=((Fault.RESTART, 1),)),
 )
@@ -183,6 +197,7 @@ LARGE_WORLDS = (
     structs.replace(LATE, name="late pages and aborts", faults=((Fault.ABORT, 1),)),
     structs.replace(LATE, name="late pages and restarts", faults=((Fault.RESTART, 1),)),
     structs.replace(LATE, name="late samples", prompts=(5, 5), same_prompt=True, prefix_cache=True),
+    structs.replace(URGENT, name="urgent and aborts", max_new_tokens=2, faults=((Fault.ABORT, 1),)),
     structs.replace(SAMPLES, name="samples and aborts", faults=((Fault.ABORT, 1),)),
     structs.replace(SAMPLES, name="samples and failures", faults=((Fault.FAILURE, 1),)),
     structs.replace(TIERS, name="tiers and both", faults=((Fault.ABORT, 1), (Fault.FAILURE, 1))),
