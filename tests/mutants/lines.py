@@ -4041,8 +4041,8 @@ OTHERS = (
     Break(
         "nobody_who_runs_gives_way",
         "core/scheduler/preemption.py",
-        "    return fits and bool(chosen)",
-        "    return False",
+        "    for progress in chosen if fits else ():",
+        "    for progress in ():",
         QUEUES + "who_is_more_urgent_takes_the_slot_of_who_runs_and_both_say_the_same_as_alone",
     ),
     Break(

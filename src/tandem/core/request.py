@@ -19,9 +19,7 @@ class Request(Struct, frozen=True):
     room: Room | None = None  # both halves of a disaggregated pair carry the same
     peer: Address | None = None  # decode only: the bootstrap server of the prefill that holds the room
     dp_rank_hint: int | None = None  # `disagg_prefill_dp_rank`: who routes says which DP rank of the prefill has it
-    priority: int = (
-        0  # how urgent; read where settings say so, and there larger is more urgent unless they say otherwise
-    )
+    priority: int = 0  # how urgent: the larger the more, or the less; read where `NodeSettings.priorities` says how
     prompt_digest: bytes = b""  # `pagehash.prompt_digest`: equal on both halves, or they do not mean the same prompt
     prompt_logprobs_from: int | None = (
         None  # log-probabilities are wanted of what follows each prompt token from here on

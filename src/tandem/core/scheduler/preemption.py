@@ -68,12 +68,12 @@ def preempt(node: NodeState, newcomer: Progress, reserve: Reserve) -> bool:
     found = node.tree.match(prefix) if node.settings.prefix_cache else []
     if found:
         node.tree.lock(prefix[len(found) - 1])
-    room = Room.of(node, newcomer, len(found), reserve)
+    vacancy = Vacancy.of(node, newcomer, len(found), reserve)
     chosen: list[Progress] = []
-    while not room.fits(node, newcomer) and len(chosen) < len(outranked):
-        room.without(node, outranked[len(chosen)])
+    while not vacancy.fits(node, newcomer) and len(chosen) < len(outranked):
+        vacancy.without(node, outranked[len(chosen)])
         chosen.append(outranked[len(chosen)])
-    fits = room.fits(node, newcomer)
+    fits = vacancy.fits(node, newcomer)
     if found:
         node.tree.unlock(prefix[len(found) - 1])
     for progress in chosen if fits else ():
@@ -82,7 +82,7 @@ def preempt(node: NodeState, newcomer: Progress, reserve: Reserve) -> bool:
 
 
 @dataclass(slots=True)
-class Room:
+class Vacancy:
     """What a newcomer finds when some have left: those whose last batch is in flight anyway, and some who run."""
 
     num_slots: int
@@ -93,10 +93,10 @@ class Room:
     pins: dict[PageHash, int] = field(default_factory=dict[PageHash, int])  # as `PrefixTree.num_released` has it
 
     @classmethod
-    def of(cls, node: NodeState, newcomer: Progress, num_found: int, reserve: Reserve) -> "Room":
+    def of(cls, node: NodeState, newcomer: Progress, num_found: int, reserve: Reserve) -> "Vacancy":
         """Its cached prefix is locked."""
         used = node.num_slots_used
-        room = cls(
+        vacancy = cls(
             node.settings.max_running - used,
             node.pool.num_free + node.tree.num_evictable,
             used,
@@ -106,8 +106,8 @@ class Room:
         members = frozenset(node.micro_batches.members)
         leaving = (progress for progress in node.live(State.RUNNING) if progress.id not in members)
         for progress in (*node.live(State.RETRACTING), *leaving):
-            room.vacate(node, progress)
-        return room
+            vacancy.vacate(node, progress)
+        return vacancy
 
     def vacate(self, node: NodeState, progress: Progress) -> None:
         self.num_slots += 1
