@@ -286,13 +286,13 @@ def test_nobody_gives_way_for_a_slot_that_is_about_to_be_free() -> None:
 def test_when_pages_run_out_the_least_urgent_gives_way() -> None:
     world = World()
     node = world.unified(num_pages=9, conservativeness=0.0, **CALM)
-    ids = running(world, node, 0, 5, 3, prompt_len=30, max_new_tokens=60)
+    asked = {"prompt_len": 30, "max_new_tokens": 60}
+    ids = running(world, node, 0, seed=12, **asked)  # it has said most
+    ids += running(world, node, 5, 3, **asked)
     world.run_until(lambda: node.state.counters.retractions == 1)
     assert pushed(node, ids) == [True, False, False]
-    world.run_until(lambda: node.state.counters.retractions == 2)
-    assert pushed(node, ids) == [True, False, True]
     world.run()
-    assert [node.tokens[one] for one in ids] == [expected_tokens(30, 60, seed=10 + n) for n in range(3)]
+    assert [node.tokens[one] for one in ids] == [expected_tokens(30, 60, seed=seed) for seed in (12, 10, 11)]
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -305,6 +305,8 @@ def test_a_prompt_that_has_begun_keeps_no_more_urgent_one_waiting() -> None:
     world.run_until(lambda: node.state_of(low) is State.COMPUTING)
     high = world.submit(node, prompt_len=100, max_new_tokens=1, seed=3, priority=1)
     same = world.submit(node, prompt_len=100, max_new_tokens=1, seed=4)
+    world.run_until(lambda: high in node.ended)
+    assert node.progress(low).computed < 500
     world.run()
     assert list(node.ended) == [high, low, same]
     for request, length, seed in ((low, 1000, 1), (high, 100, 3), (same, 100, 4)):

@@ -18,7 +18,7 @@ def admit(node: NodeState) -> None:
 
     Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve; it may push back who
     runs and is much less urgent. One that lacks a result slot is passed over: those behind it may not need one
-    (sglang#26780: `continue`, not `break`). So is one whose prefix is on its way from storage, for as long as the policy
+    (sglang#26780: `continue`, not `break`). So is one whose prefix is on its way from storage, as long as the policy
     has it, and one whose prefix another request is computing. The same with one that starts early: nobody waits for it,
     so neither does it push parked requests out, nor keep back those behind it whose decode is READY. Other early ones
     do not overtake it.
