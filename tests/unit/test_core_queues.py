@@ -397,8 +397,9 @@ def test_on_a_pair_the_more_urgent_one_overtakes_and_pushes_back() -> None:
 def test_the_least_urgent_of_those_that_are_parked_gives_back_what_it_holds() -> None:
     world = World()
     prefill = world.prefill(max_running=2, **CALM)
-    high = world.submit(prefill, room=7, priority=1)
     low = world.submit(prefill, room=8, seed=2)
+    world.run()
+    high = world.submit(prefill, room=7, priority=1)
     world.run()
     assert [prefill.state_of(one) for one in (high, low)] == [State.PARKED] * 2
     decode = world.decode(**CALM)
