@@ -90,7 +90,11 @@ class _Entry:
 
 
 class WorkerRegistry:
-    """Owns the health of all workers. Time comes in with each call and never goes back."""
+    """Owns the health of all workers. Time comes in with each call and never goes back.
+
+    Every step of the router asks who is silent, who leaves and when the next probe is due, and hardly a step changes
+    it: that is looked up in all entries when one of them has changed.
+    """
 
     def __init__(
         self,
@@ -104,6 +108,9 @@ class WorkerRegistry:
         self._breaker = breaker
         self._entries: dict[WorkerId, _Entry] = {}
         self._next_id = WorkerId(0)
+        self._silent: dict[WorkerId, Nanos] = {}
+        self._leaving: list[WorkerId] = []
+        self._wake_at: Nanos | None = None
         for worker in workers:
             self.add(worker, now)
 
@@ -113,6 +120,20 @@ class WorkerRegistry:
     def restore(self, snapshot: bytes) -> None:
         found = msgspec.msgpack.decode(snapshot, type=tuple[WorkerId, dict[WorkerId, _Entry]])
         self._next_id, self._entries = found
+        self._look()
+
+    def _look(self) -> None:
+        """An entry has changed."""
+        entries, limit = self._entries.values(), self._settings.probe_timeout_ns
+        self._silent = {
+            entry.worker.id: entry.silent_since
+            for entry in entries
+            if entry.silent_since is not None and entry.health is Health.DEAD
+        }
+        self._leaving = [entry.worker.id for entry in entries if entry.is_leaving]
+        self._wake_at = min(
+            [e.next_probe if e.probing_since is None else Nanos(e.probing_since + limit) for e in entries], default=None
+        )
 
     @property
     def next_id(self) -> WorkerId:
@@ -123,18 +144,21 @@ class WorkerRegistry:
         assert worker.id not in self._entries, "worker ids must be distinct"
         self._entries[worker.id] = self._entry(worker, now)
         self._next_id = max(self._next_id, WorkerId(worker.id + 1))
+        self._look()
 
     def leave(self, worker: WorkerId) -> None:
         """It gets no more requests. Without effect where it is unknown."""
         if (entry := self._entries.get(worker)) is not None:
             entry.is_leaving = True
+            self._look()
 
     def leaving(self) -> list[WorkerId]:
-        return [entry.worker.id for entry in self._entries.values() if entry.is_leaving]
+        return self._leaving
 
     def drop(self, worker: WorkerId) -> None:
         """It has left."""
         del self._entries[worker]
+        self._look()
 
     def workers(self) -> list[RegisteredWorker]:
         return [entry.worker for entry in self._entries.values()]
@@ -148,11 +172,7 @@ class WorkerRegistry:
 
     def silent(self) -> dict[WorkerId, Nanos]:
         """Dead workers that answer nothing, and since when: one that declines still serves what it has."""
-        return {
-            entry.worker.id: entry.silent_since
-            for entry in self._entries.values()
-            if entry.silent_since is not None and entry.health is Health.DEAD
-        }
+        return self._silent
 
     def live(self, role: Role, model: str | None = None) -> list[RegisteredWorker]:
         """Workers that may get requests, in order of their ids. model: None: whichever they serve."""
@@ -204,13 +224,18 @@ class WorkerRegistry:
 
     def due(self, now: Nanos) -> list[WorkerId]:
         """Workers to probe now; each is answered by `probed`. At most one probe of a worker is under way."""
+        if not self._is_due(now):
+            return []
         due = [e for e in self._entries.values() if e.probing_since is None and e.next_probe <= now]
         for entry in due:
             entry.probing_since = now
+        self._look()
         return [entry.worker.id for entry in due]
 
     def overdue(self, now: Nanos) -> list[WorkerId]:
         """Workers whose probe has not been answered in time: the caller counts it as missed."""
+        if not self._is_due(now):
+            return []
         limit = self._settings.probe_timeout_ns
         return [
             e.worker.id
@@ -241,6 +266,7 @@ class WorkerRegistry:
         settled = entry.health is Health.LIVE
         interval = self._settings.interval_ns if settled else self._settings.fast_interval_ns
         entry.next_probe = Nanos(now + interval)
+        self._look()
         return was_live and not _is_live(entry)
 
     def refused(self, worker: WorkerId, now: Nanos) -> None:
@@ -252,17 +278,15 @@ class WorkerRegistry:
         if entry.silent_since is None:
             entry.silent_since = now
         entry.next_probe = min(entry.next_probe, Nanos(now + self._settings.fast_interval_ns))
+        self._look()
+
+    def _is_due(self, now: Nanos) -> bool:
+        """Whether a probe is to be sent or given up."""
+        return self._wake_at is not None and self._wake_at <= now
 
     def wake_at(self) -> Nanos | None:
         """When the next probe is to be sent or given up; None without workers."""
-        limit = self._settings.probe_timeout_ns
-        return min(
-            [
-                e.next_probe if e.probing_since is None else Nanos(e.probing_since + limit)
-                for e in self._entries.values()
-            ],
-            default=None,
-        )
+        return self._wake_at
 
     def _entry(self, worker: RegisteredWorker, now: Nanos) -> _Entry:
         breaker = None if self._breaker is None else CircuitBreaker(self._breaker)
