@@ -164,10 +164,10 @@ class PlainDecodeSet(Generic[S]):
         """Members are looked at when their batch runs."""
 
     def append(self, tokens: Values[int]) -> None:
-        each = len(tokens) // max(1, len(self.of))
-        for index, member in enumerate(self.of.values()):
-            for token in tokens[index * each : (index + 1) * each]:
-                member.append(token)
+        members = list(self.of.values())
+        each = len(tokens) // max(1, len(members))
+        for index, token in enumerate(tokens):
+            members[index // each].append(token)
 
 
 class BatchTables(Generic[S]):
@@ -258,8 +258,7 @@ class BatchTables(Generic[S]):
     def finish(
         self, plan: BatchPlan, spans: Values[TokenSpan[S]], tokens: Values[int]
     ) -> list[tuple[RequestId, PageHash]]:
-        """The forward pass is done: `tokens` in the order of `sampling`, of each as many as it samples, even where one
-        before the last of them ends it. Returns pages with output that are full now.
+        """The forward pass is done, and `append` what it sampled. Returns pages with output that are full now.
 
         In row order. After a retraction spans run over pages that were told before: those are not told again.
         """
@@ -268,14 +267,20 @@ class BatchTables(Generic[S]):
             (member, len(member.tokens)) for member in self.members(plan) if len(member.tokens) % member.page_size == 0
         ]
         hashes = [(sequence.request, h) for sequence, stop in ends for h in sequence.take_hashes(stop)]
+        self.append(plan, spans, tokens)
+        return hashes
+
+    def append(self, plan: BatchPlan, spans: Values[TokenSpan[S]], tokens: Values[int]) -> None:
+        """`tokens` in the order of `sampling`, of each as many as it samples, even where one before the last of them
+        ends it. All that is to be done for a batch of a worker that tells no hashes."""
         stop = 0
-        for sequence in (span.sequence for span in spans if span.samples):
-            start, stop = stop, stop + self.num_sampled(sequence)
-            for token in tokens[start:stop]:
-                sequence.append(token)
+        for span in spans:
+            if span.samples:
+                start, stop = stop, stop + self.num_sampled(span.sequence)
+                for token in tokens[start:stop]:
+                    span.sequence.append(token)
         if plan.decodes:
             self.decode_sets[plan.micro_batch].append(tokens[stop:])
-        return hashes
 
 
 def _extend(sequence: Sequence, tokens: bytes) -> None:

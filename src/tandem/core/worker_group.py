@@ -43,6 +43,8 @@ class WorkerGroup:
 
     def returned(self, shard: ShardId, outcome: BatchOutcome) -> BatchOutcome | None:
         """The outcome of the batch, when this was the last worker that it was waiting for. Raises WorkersParted."""
+        if len(self._returned) == 1:
+            return outcome
         self._returned[shard].append(outcome)
         if not all(self._returned):
             return None

@@ -8,8 +8,9 @@ by this file.
 
 from collections import deque
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from tandem.batch_tables import BatchTables, Sequence, TokenSpan
 from tandem.core.batch import BatchPlan
@@ -27,8 +28,7 @@ class TokenSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RunBatch(Generic[S]):
+class RunBatch(Struct, Generic[S], frozen=True):
     """What a forward pass was about."""
 
     plan: BatchPlan
@@ -80,4 +80,4 @@ class LateTokens(Generic[S]):
             batch = self._unsettled[0]
             tokens = self._source.receive_tokens(len(batch.samplers))
             self._unsettled.popleft()
-            self._tables.finish(batch.plan, batch.spans, tokens.tolist())
+            self._tables.append(batch.plan, batch.spans, tokens.tolist())

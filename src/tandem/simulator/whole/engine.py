@@ -274,7 +274,7 @@ class PlainEngine:
         if batch.samplers and not is_told:
             self._shards.send_tokens(following)
         if not samples:
-            self._tables.finish(plan, spans, following)
+            self._tables.append(plan, spans, following)
             return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(began))
         said = [self._said(row, tokens) for row, tokens in zip(batch.samplers, sampled, strict=True)]
         flags = bytes(self._flag(row, tokens[-1]) for row, tokens in zip(batch.samplers, said, strict=True))
