@@ -2512,8 +2512,8 @@ OTHERS = (
     Break(
         "who_waits_for_pages_is_not_heard_of",
         "core/scheduler/state.py",
-        "        case DecodeSide(arrival=Arrival() as arrival), state if state in WANTS_KV:",
-        "        case DecodeSide(arrival=Arrival() as arrival), State.AWAITING | State.ARRIVING:",
+        "        if side.arrival is not None and state in WANTS_KV:",
+        "        if side.arrival is not None and state in (State.AWAITING, State.ARRIVING):",
         LATE + "who_lacks_pages_keeps_what_is_offered_to_it_by_asking_and_gets_it_when_there_are_some",
     ),
     Break(

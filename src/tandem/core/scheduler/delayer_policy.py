@@ -122,9 +122,10 @@ def agree(ranks: Sequence[RankLoad], memory: DelayHistory, settings: DelayerSett
 
 
 def estimate(ranks: Sequence[RankLoad]) -> Estimation:
-    if all(rank.is_prefillable for rank in ranks):
+    who = {rank.is_prefillable for rank in ranks}
+    if who == {True}:
         return Estimation.ALL
-    return Estimation.MIXED if any(rank.is_prefillable for rank in ranks) else Estimation.NONE
+    return Estimation.MIXED if True in who else Estimation.NONE
 
 
 def allow(reason: Reason, estimation: Estimation, memory: DelayHistory) -> tuple[Decision, DelayHistory]:

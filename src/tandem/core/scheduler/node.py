@@ -118,7 +118,21 @@ class EngineNode:
 
 
 def handle(node: NodeState, event: Event) -> None:
+    """Those that come with every batch, page and transfer are looked for first."""
     match event:
+        case BatchReturned(outcome):
+            settle(node, outcome)
+        case PagesLanded():
+            decode_side.on_landed(node, event)
+            start_if_landed(node, event.request)
+        case PeerSaid(peer, message):
+            on_message(node, peer, message)
+        case PagesDigested():
+            prefill_side.on_digested(node, event)
+        case PageRead():
+            prefill_side.on_page_read(node, event)
+        case ReadsDrained() | TransferDrained():
+            drained(node, event.request, event.shard)
         case RequestArrived(request):
             arrive(node, request)
         case RequestRefused(request, cause, detail):
@@ -129,12 +143,8 @@ def handle(node: NodeState, event: Event) -> None:
             give_up(node, request, cause)
         case StopMatched(request):
             stop(node, request)
-        case BatchReturned(outcome):
-            settle(node, outcome)
         case BatchFailed():
             settle_failure(node, event)
-        case PeerSaid(peer, message):
-            on_message(node, peer, message)
         case PeerLearned():
             decode_side.on_peer_learned(node, event)
         case PeerUnknown():
@@ -147,18 +157,9 @@ def handle(node: NodeState, event: Event) -> None:
             decode_side.on_peer_returned(node, peer)
         case PeerLost():
             lose_peer(node, event)
-        case PagesDigested():
-            prefill_side.on_digested(node, event)
-        case PageRead():
-            prefill_side.on_page_read(node, event)
-        case PagesLanded():
-            decode_side.on_landed(node, event)
-            start_if_landed(node, event.request)
         case TransferFailed():
             decode_side.on_transfer_failed(node, event)
             prefill_side.on_transfer_failed(node, event)
-        case ReadsDrained() | TransferDrained():
-            drained(node, event.request, event.shard)
         case PagesCopied():
             on_copied(node, event)
         case PagesFound():

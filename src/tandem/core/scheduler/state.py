@@ -15,7 +15,7 @@ import msgspec
 from tandem.core.commands import Command
 from tandem.core.disagg.dp_rank import RequestFacts
 from tandem.core.disagg.messages import LastWord, Ready, Release
-from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide, Reader
+from tandem.core.disagg.sides import DecodeSide, PrefillSide
 from tandem.core.disagg.transfer_state import ResultSlots
 from tandem.core.events import LoadsGathered
 from tandem.core.kv.host_tier import HostTier
@@ -259,19 +259,19 @@ def next_timer(node: NodeState, progress: Progress) -> Nanos | None:
 
 def side_timers(progress: Progress) -> tuple[Nanos | None, ...]:
     """When its side of a pair has something to say again, or has waited long enough."""
-    match progress.side, progress.state:
-        case DecodeSide(search=search), State.BOOTSTRAPPING:
-            return (search.ask_at,)
-        case DecodeSide(arrival=Arrival() as arrival), state if state in WANTS_KV:
-            return arrival.resend_at, arrival.until
-        case PrefillSide(reader=None) as side, _:
+    side, state = progress.side, progress.state
+    if isinstance(side, DecodeSide):
+        if state is State.BOOTSTRAPPING:
+            return (side.search.ask_at,)
+        if side.arrival is not None and state in WANTS_KV:
+            return side.arrival.resend_at, side.arrival.until
+    elif isinstance(side, PrefillSide):
+        if side.reader is None:
             return side.bootstrap_until, side.announce_at
-        case PrefillSide(reader=Reader() as reader), State.SENDING:
-            return reader.lease_until, reader.resend_at
-        case PrefillSide(reader=Reader() as reader), _:
-            return (reader.lease_until,)
-        case _:
-            return ()
+        if state is State.SENDING:
+            return side.reader.lease_until, side.reader.resend_at
+        return (side.reader.lease_until,)
+    return ()
 
 
 def schedule(node: NodeState, progress: Progress) -> None:
