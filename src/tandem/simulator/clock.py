@@ -4,7 +4,7 @@ Two things that are due at the same instant happen in the order in which they we
 the seed alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any  # arguments of scheduled actions are whatever the action takes
@@ -65,11 +65,15 @@ class Clock:
         """When the next thing happens; None when nothing is left."""
         return self.heap[0][0] if len(self.heap) > self.num_in_background else None
 
-    def run_next(self, until_ns: int | None = None) -> bool:
-        """Go to the next thing and do it. False: nothing is left, or nothing up to `until_ns`."""
+    def run(self, until_ns: int | None = None) -> Iterator[int]:
+        """Go to the next thing and do it, again and again, until nothing is left, or nothing up to `until_ns`. Yields
+        each time."""
         heap = self.heap
-        if len(heap) <= self.num_in_background or (until_ns is not None and heap[0][0] > until_ns):
-            return False
-        self.time, _, action, arguments = heappop(heap)
-        action(*arguments)
-        return True
+        while len(heap) > self.num_in_background and (until_ns is None or heap[0][0] <= until_ns):
+            self.time, _, action, arguments = heappop(heap)
+            action(*arguments)
+            yield self.time
+
+    def run_next(self, until_ns: int | None = None) -> bool:
+        """Only the next one. False: nothing is left, or nothing up to `until_ns`."""
+        return next(self.run(until_ns), None) is not None

@@ -394,14 +394,14 @@ class World:
 
     def run(self, until_ns: int | None = None) -> None:
         """To the end of the seed, or until a moment of virtual time. Raises `Violation`."""
-        run_next = self.clock.run_next
-        while run_next(until_ns):
+        edge, recount_every = self.edge, self.recount_every
+        for _ in self.clock.run(until_ns):
             self.num_events += 1
-            if self.num_events % self.recount_every == 0:
+            if self.num_events % recount_every == 0:
                 self.checkers.recount()
                 if self.num_events > MAX_EVENTS:
                     raise Violation("W2", f"{self.num_events} events, and it goes on for ever")
-            if self.edge.num_open == 0 and self._is_over():
+            if edge.num_open == 0 and self._is_over():
                 break
         else:
             if self.clock.next_time() is not None:
@@ -428,8 +428,10 @@ class World:
         """An event for a node; its driver drains the inbox a little later. Who a server is comes with a connection to
         it, and never alone."""
         self._deliver(life, event)
-        copies = 0.0 if self.is_healed or isinstance(event, FROM_THE_EDGE) else self.options.event_copies
-        if copies and self.random.random() < copies and not isinstance(event, PeerLearned):
+        copies = self.options.event_copies
+        if not copies or self.is_healed or isinstance(event, FROM_THE_EDGE):
+            return
+        if self.random.random() < copies and not isinstance(event, PeerLearned):
             self.count("F3")
             self.clock.after(self.random.randrange(SECOND), self._deliver, life, event)
 
@@ -573,8 +575,8 @@ class World:
 
     def _work(self, life: Life) -> None:
         """Give every worker its next batch that has none."""
-        for worker in life.workers:
-            plan = life.workers.next_batch(worker)
+        for worker in life.workers.all:
+            plan = life.workers.next_batch(worker) if worker.work else None
             if plan is not None:
                 num_decode_rows = len(worker.executor.tables.members(plan)) + len(plan.join)
                 life.cost.slowdown = life.replica.slowdown

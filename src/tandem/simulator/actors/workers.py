@@ -99,20 +99,17 @@ class Workers:
     def next_batch(self, worker: SimulatedWorker) -> BatchPlan | None:
         """What it begins now. Requests are forgotten in their turn between batches, as on a worker's one socket."""
         try:
-            return self._begun(worker)
-        except TokensToCome:
-            return None
-
-    def _begun(self, worker: SimulatedWorker) -> BatchPlan | None:
-        while worker.work and not worker.is_working:
-            order = worker.work[0]
-            if isinstance(order, BatchPlan):
-                worker.executor.begin(order)
+            while worker.work and not worker.is_working:
+                order = worker.work[0]
+                if isinstance(order, BatchPlan):
+                    worker.executor.begin(order)
+                    worker.work.popleft()
+                    worker.is_working = True
+                    return order
+                worker.executor.forget(order)
                 worker.work.popleft()
-                worker.is_working = True
-                return order
-            worker.executor.forget(order)
-            worker.work.popleft()
+        except TokensToCome:
+            pass  # the order waits for them
         return None
 
     def returned(self, worker: SimulatedWorker, outcome: BatchOutcome) -> BatchOutcome | None:
