@@ -54,13 +54,31 @@ class Script:
 
     def kv_sum(self, length: int) -> int:
         """Sum of the KV of positions [0, length)."""
-        while len(self.contents) < length:
-            position = len(self.contents)
-            before = self.sums[position]
-            content = kv_content(sum_before=before, token=self.token(position), position=position)
+        if length < len(self.sums):
+            return self.sums[length]
+        before = self.sums[-1]
+        for position in range(len(self.contents), length):
+            token = self.tokens[position] if position < len(self.tokens) else self.token(position)
+            content = kv_content(sum_before=before, token=token, position=position)
+            before = (before + content) & MASK
             self.contents.append(content)
-            self.sums.append((before + content) & MASK)
-        return self.sums[length]
+            self.sums.append(before)
+        return before
+
+    def kv(self, tokens: list[int], start: int, sum_before: int) -> tuple[list[int], list[int]]:
+        """The KV of `tokens` from position `start` on, and the sum behind each of them, by what came before: `tokens`
+        and `sum_before` may be wrong. Where they are right it is known, or will be wanted."""
+        stop = start + len(tokens)
+        if sum_before == self.kv_sum(start):
+            self.kv_sum(stop)
+            if tokens == self.tokens[start:stop]:
+                return self.contents[start:stop], self.sums[start + 1 : stop + 1]
+        contents: list[int] = []
+        sums = [sum_before]
+        for position, token in enumerate(tokens, start):
+            contents.append(kv_content(sum_before=sums[-1], token=token, position=position))
+            sums.append((sums[-1] + contents[-1]) & MASK)
+        return contents, sums[1:]
 
     def page(self, index: int, *, page_size: int, length: int) -> list[int]:
         """What the slots of page `index` hold when [0, length) is computed; may be shorter than a page."""

@@ -10,8 +10,8 @@ Pages are never cleared, as in a real device, so stale content is there to be fo
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
+from itertools import chain
 from random import Random
 
 from tandem.batch_tables import BatchTables, PlainDecodeSet, PlanError, Sequence, TokenSpan
@@ -50,27 +50,27 @@ class PageMemory:
         self.slots = [self.empty] * self.num_pages
         self.sums = [0] * self.num_pages
 
-    def write(self, table: list[PageId], start: int, contents: Values[int], states: Values[int]) -> None:
+    def write(
+        self, table: list[PageId], start: int, contents: list[int], states: list[int], *, weight: int = 1
+    ) -> None:
         """The slots of positions from `start` on; and of each page the state behind the last of them in it.
 
-        contents, states: by position, of 64 bits
+        contents, states: by position, of 64 bits; `weight` times as much is written, of 64 bits
         """
-        written, count, page_size = 0, len(contents), self.page_size
-        while written < count:
+        written, page_size = 0, self.page_size
+        while written < len(contents):
             index, slot = divmod(start + written, page_size)
-            page, stop = table[index], min(count, written + page_size - slot)
+            page, new = table[index], contents[written : written + page_size - slot]
+            written += len(new)
+            if weight != 1:
+                new = [content * weight & MASK for content in new]
             row = self.slots[page]
             if row is self.empty:
                 row = self.slots[page] = self.empty.copy()
-            if stop == written + 1:  # the last token of who decodes
-                self.sums[page] += contents[written] - row[slot]
-                row[slot] = contents[written]
-            else:
-                end = slot + stop - written
-                before, row[slot:end] = row[slot:end], contents[written:stop]
-                self.sums[page] += sum(row[slot:end]) - sum(before)
-            row[page_size] = states[stop - 1]
-            written = stop
+            end = slot + len(new)
+            self.sums[page] += sum(new) - sum(row[slot:end])
+            row[slot:end] = new
+            row[page_size] = states[written - 1] * weight & MASK
 
     def read(self, table: list[PageId], length: int) -> int:
         """Sum of the slots of positions [0, length); another number where the state behind them is none of theirs."""
@@ -116,7 +116,7 @@ class ShardMemory:
 
     def copy_out(self, page: PageId, runs: Runs = WHOLE) -> list[int]:
         """The slots of these cells, each cell's state behind its last one; runs of cells, not of bytes."""
-        return [content for memory in self._picked(runs) for content in memory.slots[page]]
+        return list(chain.from_iterable([memory.slots[page] for memory in self._picked(runs)]))
 
     def copy_in(self, page: PageId, contents: list[int], runs: Runs = WHOLE) -> None:
         width = self.page_size + 1
@@ -289,23 +289,23 @@ class Executor:
         flags = bytearray()
         told: list[tuple[RequestId, bytes]] = []
         vectors: list[tuple[RequestId, bytes]] = []
+        samples = self.samples
         for row in self.tables.inputs(plan, spans):
             kv_sum = self._forward(row.sequence, row.start, row.stop, told)
-            if row.samples and self.samples:
+            if row.samples and samples:
                 self._sample(row.sequence, kv_sum, sampled, flags, invalid)
             if row.pools:
                 vectors.append((row.sequence.request, told_of(kv_sum)))
-        samplers = self.tables.sampling(plan, spans)
-        if samplers and not self.samples:
-            self.late_tokens.wait_for(RunBatch(plan, spans, samplers))
+        if not samples:
+            samplers = self.tables.sampling(plan, spans)
+            if samplers:
+                self.late_tokens.wait_for(RunBatch(plan, spans, samplers))
             return BatchOutcome(plan.id, plan.iteration, b"", b"")
         following = array("i", [token for tokens in sampled for token in tokens])
-        if samplers:
+        if sampled:
             for other in self.send:
                 other.send(following)
         hashes = self.tables.finish(plan, spans, following)
-        if not self.samples:
-            return BatchOutcome(plan.id, plan.iteration, b"", b"")
         counts = tuple(map(num_told, sampled))
         told_tokens = [tokens[:count] for tokens, count in zip(sampled, counts, strict=True)]
         tokens = array("i", [token for tokens in told_tokens for token in tokens]).tobytes()
@@ -395,29 +395,18 @@ class Executor:
             )
         if self.memory.windowed is not None:
             self._check_window(sequence, start)
-        contents: list[int] = []
-        sums: list[int] = []  # behind each position
-        for position, token in enumerate(sequence.tokens[start:stop], start):
-            content = kv_content(sum_before=kv_sum, token=token, position=position)
-            kv_sum = (kv_sum + content) & MASK
-            contents.append(content)
-            sums.append(kv_sum)
+        contents, sums = sequence.script.kv(sequence.tokens[start:stop].tolist(), start, kv_sum)
         for cell, memory in self.memory.cells.items():
-            if not cell:  # of weight 1
-                memory.write(table, start, contents, sums)
-                continue
-            weight = cell_weight(cell)
-            memory.write(table, start, [one * weight & MASK for one in contents], [one * weight & MASK for one in sums])
+            memory.write(table, start, contents, sums, weight=cell_weight(cell))
         if self.memory.windowed is not None:
             weight = cell_weight(self.memory.windowed_cell)
-            weighted = [one * weight & MASK for one in contents]
-            self.memory.windowed.write(table, start, weighted, weighted)
+            self.memory.windowed.write(table, start, contents, contents, weight=weight)
         first = sequence.script.logprobs_from
         if first is not None:
             wanted = range(max(first, start), min(stop, sequence.prompt_len - 1))
             if wanted:
                 told.append((sequence.request, b"".join(told_of(sums[position - start]) for position in wanted)))
-        return kv_sum
+        return sums[-1] if sums else kv_sum
 
     def _check_window(self, sequence: WorkerRequest, length: int) -> None:
         """What the query at position `length` sees in a layer with a window is there."""

@@ -258,8 +258,8 @@ class Checkers:
                 if isinstance(event, DRAINED):
                     self.one_verdict.drained(life, event)
         kinds = list(map(type, commands))
-        for command in commands:
-            for look in self.of_command.get(type(command), ()):
+        for kind, command in zip(kinds, commands, strict=True):
+            for look in self.of_command.get(kind, ()):
                 look(life, command)
         if EmitTokens in kinds:
             self.stream.settled(life)

@@ -1,6 +1,7 @@
 """At the door: who is refused, what a refusal leaves behind, and what stays bounded however many come."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from tandem.core.commands import FailRequest
 from tandem.core.events import DrainRequested, Event, RequestArrived, RequestRefused
@@ -11,6 +12,7 @@ from tandem.simulator.checkers.base import End, where
 from tandem.simulator.oracle import Violation
 
 INTAKE = "intake"
+waiting_of = itemgetter(State.BOOTSTRAPPING, State.AWAITING, State.QUEUED)
 
 
 class Refusals:
@@ -88,7 +90,7 @@ class Bounds:
     def after_step(self, life: Life) -> None:
         state, settings = life.node.state, life.settings
         queues = state.queues
-        waiting = sum(len(queues[state]) for state in (State.BOOTSTRAPPING, State.AWAITING, State.QUEUED))
+        waiting, draining = sum(map(len, waiting_of(queues))), len(queues[State.DRAINING])
         # Who was pushed back, or fell back, waits again beside those who were let in: at most one per slot.
         if waiting > settings.max_queued + settings.max_running:
             raise Violation(self.id, f"{where(life)}: {waiting} requests wait, bound {settings.max_queued}")
@@ -96,5 +98,5 @@ class Bounds:
             raise Violation(self.id, f"{where(life)}: {len(state.inflight)} batches in flight")
         if len(state.stash) > settings.stashed_messages or len(state.tombstones) > settings.tombstones:
             raise Violation(self.id, f"{where(life)}: {len(state.stash)} stashed, {len(state.tombstones)} tombstones")
-        if (used := len(state.requests) - waiting - len(queues[State.DRAINING])) > settings.max_running:
+        if (used := len(state.requests) - waiting - draining) > settings.max_running:
             raise Violation(self.id, f"{where(life)}: {used} of {settings.max_running} slots")

@@ -18,6 +18,7 @@ from tandem.core.commands import (
 )
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.kv.pool import NOBODY, PageState
+from tandem.core.kv.tree import NOWHERE
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Incarnation, PageHash, PageId, RequestId
 from tandem.simulator.actors.kv_reader import SimulatedGrant
@@ -60,12 +61,11 @@ class PageOwnership:
     ) -> None:
         pool = life.node.state.pool
         owners, states, cached = pool.owners, pool.states, PageState.CACHED
-        for page in table[:first_written]:
-            if owners[page] != request and states[page] != cached:
+        for page in [page for page in table[:first_written] if owners[page] != request]:
+            if states[page] != cached:
                 raise Violation(self.id, f"{where(life, request)} reads page {page}, which is {owner_of(pool, page)}")
-        for page in table[first_written:num_used]:
-            if owners[page] != request:
-                raise Violation(self.id, f"{where(life, request)} writes page {page}, which is {owner_of(pool, page)}")
+        for page in [page for page in table[first_written:num_used] if owners[page] != request]:
+            raise Violation(self.id, f"{where(life, request)} writes page {page}, which is {owner_of(pool, page)}")
 
     def recount(self, life: Life) -> None:
         state = life.node.state
@@ -194,9 +194,9 @@ class PrefixTreePins:
                     raise Violation(self.id, f"{where(life)}: page {node.page} has {node.pins} pins, not {right}")
             raise Violation(self.id, f"{where(life)}: a page is pinned that is not in the tree")
         states, cached = state.pool.states, PageState.CACHED
-        for page in [node.page for node in tree.nodes.values() if node.is_landed]:
-            if states[page] != cached:
-                raise Violation(self.id, f"{where(life)}: cached page {page} is {owner_of(state.pool, page)}")
+        landed = {node.page for node in tree.nodes.values() if not node.is_loading} - {NOWHERE}
+        for page in [page for page in landed if states[page] != cached]:
+            raise Violation(self.id, f"{where(life)}: cached page {page} is {owner_of(state.pool, page)}")
         if tree.num_pinned != sum(node.is_landed for node in pinned.values()):
             raise Violation(self.id, f"{where(life)}: {tree.num_pinned} nodes are not what is pinned")
         if tree.num_landed != state.pool.counts[PageState.CACHED]:
