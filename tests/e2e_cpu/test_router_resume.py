@@ -5,16 +5,20 @@ Every form is streamed twice, so that one of each pair of streams is at the deco
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPConnection
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import Cluster, Server, cluster, eventually
+from cluster import REPLY_S, Cluster, Server, bootstrap_port, cluster, eventually
 
 FLAGS = ("--deterministic",)
+JSON = {"Content-Type": "application/json"}
 TOKENS = 400
 QUESTION = "What is 17 plus 25? Explain it slowly."
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -49,33 +53,52 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "messages": ("/v1/messages", {"model": "tandem/mini", "messages": MESSAGES, "max_tokens": 1000, "temperature": 0}),
     "responses": ("/v1/responses", {"model": "tandem/mini", "input": QUESTION, "temperature": 0}),
 }
-LONG_ENOUGH = [name for name in FORMS if name not in ("messages", "responses")]  # which end when the model wants
+# Drawn without a seed of the client's. Of the prompts the first has its few tokens long before the others.
+DRAWN = {"temperature": 0.9, "max_new_tokens": TOKENS, "ignore_eos": True}
+SEVERAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "samples of a chat": ("/v1/chat/completions", {"messages": MESSAGES, "n": 3, "temperature": 0.9, **LONG}),
+    "samples of a completion": (
+        "/v1/completions",
+        {"prompt": QUESTION, "n": 3, "temperature": 0.9, "logprobs": 1, **PENALTIES, **LONG},
+    ),
+    "prompts": (
+        "/generate",
+        {"text": ["One", "Two", QUESTION], "sampling_params": [DRAWN | {"max_new_tokens": 3}, DRAWN, DRAWN]},
+    ),
+}
+FORMS |= SEVERAL
+LONG_ENOUGH = [
+    name for name in FORMS if name not in ("messages", "responses", *SEVERAL)
+]  # which end when the model wants
 
 
 @pytest.fixture(scope="module")
 def it() -> Iterator[Cluster]:
-    with cluster(prefills=1, decodes=2, unified=True, flags=FLAGS) as made:
+    # With a breaker a decode that was killed would get nothing for a minute.
+    spares_nobody = ("--disable-circuit-breaker",)
+    with cluster(prefills=1, decodes=2, unified=True, flags=FLAGS, router_flags=spares_nobody) as made:
         yield made
 
 
 class Reading:
     """One stream, read in a thread of its own."""
 
-    def __init__(self, server: Server, name: str) -> None:
+    def __init__(self, server: Server, name: str, **more: Any) -> None:
         self.name = name
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()
         path, body = FORMS[name]
-        self._reply = server.open("POST", path, body | {"stream": True})
-        assert self._reply.status == 200, self._reply.read()
+        self._connection = HTTPConnection(server.host, server.member.port, timeout=REPLY_S)
+        self._connection.request("POST", path, json.dumps(body | {"stream": True} | more), JSON)
 
     def read(self) -> list[dict[str, Any]]:
         """All events, of which the first few are here when `has_begun` is set."""
         found: list[dict[str, Any]] = []
-        with self._reply:
-            for line in self._reply:
+        with self._connection.getresponse() as reply:
+            assert reply.status == 200, reply.read()
+            for line in reply:
                 if line.startswith(b"data: {"):
                     found.append(json.loads(line[6:]))
-                    if len(found) == 4:
+                    if len(found) == (12 if self.name in SEVERAL else 4):
                         self.has_begun.set()
                         self.may_go_on.wait(60)
                 assert not line.startswith(b"{"), "a frame is shown to the client"
@@ -132,6 +155,13 @@ def kill(server: Server) -> None:
     server.member.process.wait()
 
 
+def knows_all(router: Server) -> bool:
+    with router.open("GET", "/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    live = [line for line in lines if line.startswith("tandem:router_worker_live{")]
+    return len(live) == 3 and all(float(line.rpartition(" ")[2]) == 1 for line in live)
+
+
 def resumed(router: Server) -> float:
     with router.open("GET", "/metrics") as reply:
         lines = reply.read().decode().splitlines()
@@ -142,18 +172,11 @@ def resumed(router: Server) -> float:
 def test_streams_go_on_with_another_decode_when_theirs_is_killed(it: Cluster) -> None:
     assert it.router is not None
     assert it.unified is not None
-    alone = {name: put_together(name, all_of(it.unified, name)) for name in FORMS}
-    with ThreadPoolExecutor(2 * len(FORMS)) as pool:
-        readings = [Reading(it.router, name) for name in FORMS for _ in range(2)]
-        reading = [(one, pool.submit(one.read)) for one in readings]
-        for one, _ in reading:
-            assert one.has_begun.wait(60), one.name
-        kill(it.decodes[0])
-        for one, _ in reading:
-            one.may_go_on.set()
-        answers = [(one.name, put_together(one.name, future.result(90))) for one, future in reading]
-    for name, answer in answers:
-        assert answer == alone[name], name
+    names = [name for name in FORMS if name not in SEVERAL]
+    alone = {name: put_together(name, all_of(it.unified, name)) for name in names}
+    answers = under_a_kill(it.decodes[0], [Reading(it.router, name) for name in names for _ in range(2)])
+    for name, events in answers:
+        assert put_together(name, events) == alone[name], name
     assert resumed(it.router) >= len(LONG_ENOUGH) - 2  # whatever was over before
     it.fleet.restart(it.decodes[0].member)
     it.fleet.wait_ready(timeout_s=90)
@@ -161,7 +184,56 @@ def test_streams_go_on_with_another_decode_when_theirs_is_killed(it: Cluster) ->
     eventually(it.prefills[0].is_idle, what=it.prefills[0].state)
 
 
-def all_of(server: Server, name: str) -> list[dict[str, Any]]:
-    one = Reading(server, name)
+def test_every_choice_of_a_stream_goes_on_with_its_own_draws(it: Cluster) -> None:
+    """As a pair says it that is asked with the same rooms, without a router and a kill: draws are seeded with them."""
+    assert it.router is not None
+    eventually(
+        partial(knows_all, it.router), what=lambda: it.router and it.router.log[-2000:]
+    )  # the one that was killed is back
+    before = resumed(it.router)
+    wanted = [(name, f"{name.replace(' ', '-')}-{number}") for name in SEVERAL for number in range(2)]
+    answers = under_a_kill(it.decodes[0], [Reading(it.router, name, rid=rid) for name, rid in wanted])
+    assert resumed(it.router) >= before + len(SEVERAL) - 1  # whatever was over before
+    for (name, rid), (_, events) in zip(wanted, answers, strict=True):
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(it.prefills[0])}
+        pair |= {"bootstrap_room": rooms(it.prefills[0], rid), "rid": rid}
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(all_of, it.prefills[0], name, **pair)
+            whole = all_of(it.decodes[1], name, **pair)
+            other.result(60)
+        choices = [put_together(name, of_choice(events, choice)) for choice in range(3)]
+        assert choices == [put_together(name, of_choice(whole, choice)) for choice in range(3)], rid
+        assert len({choice["text"] for choice in choices}) == 3
+    eventually(it.decodes[1].is_idle, what=it.decodes[1].state)
+    eventually(it.prefills[0].is_idle, what=it.prefills[0].state)
+
+
+def under_a_kill(decode: Server, readings: list[Reading]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """What clients get whose streams have begun when a decode is killed."""
+    with ThreadPoolExecutor(len(readings)) as pool:
+        reading = [(one, pool.submit(one.read)) for one in readings]
+        for one, _ in reading:
+            assert one.has_begun.wait(60), one.name
+        kill(decode)
+        for one, _ in reading:
+            one.may_go_on.set()
+        return [(one.name, future.result(90)) for one, future in reading]
+
+
+def rooms(prefill: Server, rid: str) -> list[int]:
+    """Of the first attempt, one for each choice."""
+    said = re.findall(rf"request {rid}_(\d) .* room=(\d+)", prefill.log)
+    first = {int(choice): int(room) for choice, room in reversed(said)}
+    return [first[choice] for choice in range(3)]
+
+
+def of_choice(events: list[dict[str, Any]], choice: int) -> list[dict[str, Any]]:
+    """Those of it, and those of none."""
+    owners = [event["choices"][0]["index"] if event.get("choices") else event.get("index", choice) for event in events]
+    return [event for event, owner in zip(events, owners, strict=True) if owner == choice]
+
+
+def all_of(server: Server, name: str, **more: Any) -> list[dict[str, Any]]:
+    one = Reading(server, name, **more)
     one.may_go_on.set()
     return one.read()

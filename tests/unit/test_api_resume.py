@@ -1,5 +1,6 @@
 """A stream is cut behind any of its frames and goes on at another server: the client cannot tell from its bytes."""
 
+import asyncio
 import re
 from array import array
 from collections.abc import Callable
@@ -15,7 +16,18 @@ from tandem.core.commands import FinishReason
 from tandem.core.request import Request
 from tandem.core.values import Cause
 from tandem.sampling import Payload
-from tandem.server.api.resume import ASKS, FIELD, TELLS, FrameReader, Resume, ResumeFrame, Told
+from tandem.server.api.resume import (
+    ASKS,
+    FIELD,
+    REASONS,
+    TELLS,
+    FrameReader,
+    PieceKind,
+    Resume,
+    ResumeFrame,
+    Told,
+    pieces_in,
+)
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.router.shell import encode_rest
 
@@ -48,17 +60,37 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"model": "toy", "input": "hi", "tools": [{"type": "function", **ADD["function"]}]},
     ),
 }
+LISTS = {"bootstrap_host": ["127.0.0.1"] * 3, "bootstrap_port": [8998] * 3, "bootstrap_room": [77, 80, 81]}
+OTHER_LISTS = LISTS | {"bootstrap_room": [78, 82, 83]}
+USAGE = {"stream_options": {"include_usage": True}}
+SEVERAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "samples of a chat": ("/v1/chat/completions", {"messages": USER, "n": 3, **USAGE}),
+    "samples with counts and ids": (
+        "/v1/chat/completions",
+        {"messages": USER, "n": 3, "return_token_ids": True, "stream_options": {"continuous_usage_stats": True}},
+    ),
+    "samples with calls": ("/v1/chat/completions", {"messages": USER, "n": 3, "tools": [ADD, SUB]}),
+    "samples of a completion": ("/v1/completions", {"prompt": "hi", "n": 3, "logprobs": 1, "echo": False, **USAGE}),
+    "samples that are cut": ("/v1/completions", {"prompt": "hi", "n": 3, "max_tokens": 7, "stop": ["ne t"], **USAGE}),
+    "prompts": ("/v1/completions", {"prompt": ["hi", "you", "there"], "echo": True, **USAGE}),
+}
+SAYINGS = (TORN, "I", f"one two {CALL}")  # of which the second ends early
 
 
-def decode_that_says(tokens: list[int], *, template: str = THINKS, **script: Any) -> World:
-    """Of a cluster; it goes on behind what was said before, as an engine does."""
+def decode_that_says(*sayings: list[int], template: str = THINKS, **script: Any) -> World:
+    """Of a cluster; it goes on behind what was said before, as an engine does. sayings: of each choice."""
 
     def rest(request: Request, payload: Payload) -> Script:
+        tokens = sayings[choice_of(request) if len(sayings) > 1 else 0]
         return Script(tokens[payload.num_said :], is_patient=True, **script)
 
     found: Callable[[Request, Payload], Script] = rest
     own: Tokenizer = load_tokenizer(template)
     return world(found, tokenizer=own, disaggregation_mode="decode", digest_secret=SECRET, page_size=4)
+
+
+def choice_of(request: Request) -> int:
+    return int(request.rid.rpartition("_")[2])
 
 
 def frames_of(w: World, path: str, body: dict[str, Any]) -> list[tuple[ResumeFrame, bytes]]:
@@ -76,6 +108,27 @@ def resume_of(frames: list[tuple[ResumeFrame, bytes]]) -> dict[str, Any]:
     for frame, _ in frames:
         told.add(frame)
     return {FIELD: msgspec.to_builtins(told.resume())}
+
+
+def said_in(frames: list[tuple[ResumeFrame, bytes]]) -> dict[int, tuple[list[int], bool]]:
+    """Of each choice: its tokens, and whether it has ended."""
+    found: dict[int, tuple[list[int], bool]] = {}
+    for piece in pieces_in(b"".join(frame.said for frame, _ in frames)):
+        tokens, has_ended = found.get(piece.choice, ([], False))
+        assert not has_ended
+        is_begin = piece.kind is PieceKind.BEGINS
+        assert is_begin is (piece.choice not in found)
+        found[piece.choice] = (tokens + ([] if is_begin else [*piece.numbers]), piece.kind in REASONS)
+    return found
+
+
+def by_choice(data: bytes) -> dict[int, list[bytes]]:
+    """Events, of each choice in their order; -1: of none."""
+    found: dict[int, list[bytes]] = {}
+    for event in data.split(b"\n\n"):
+        index = re.search(rb'"index":(\d+)', event)
+        found.setdefault(-1 if index is None else int(index[1]), []).append(event)
+    return found
 
 
 def shown(frames: list[tuple[ResumeFrame, bytes]]) -> bytes:
@@ -96,13 +149,84 @@ def test_bytes_behind_any_frame_are_those_of_a_stream_that_was_not_cut(form: str
         w = decode_that_says(tokens)
         rest = frames_of(w, path, OTHER_PAIR | fields | resume_of(whole[:cut]))
         assert shown(whole[:cut] + rest) == shown(whole), f"cut behind frame {cut}"
-        (submit,) = w.node.submits
-        num_said = sum(len(frame.ids) // 4 for frame, _ in whole[:cut])
-        assert submit.payload.num_said in (num_said, 0)  # 0: it had been said to its end
+        said, _ = said_in(whole[:cut])[0]
+        assert [submit.payload.num_said for submit in w.node.submits] in (
+            [len(said)],
+            [],
+        )  # []: it had been said to its end
         # ... and it can be cut once more.
         if len(rest) > 1:
             again = frames_of(decode_that_says(tokens), path, PAIR | fields | resume_of(whole[:cut] + rest[:1]))
             assert shown(whole[:cut] + rest[:1] + again) == shown(whole), f"cut behind frames {cut} and {cut + 1}"
+
+
+@pytest.mark.parametrize("form", SEVERAL)
+def test_each_choice_of_several_goes_on_behind_its_own_tokens(form: str) -> None:
+    path, fields = SEVERAL[form]
+    pair, other = (LISTS, OTHER_LISTS) if form == "prompts" else (PAIR, OTHER_PAIR)
+    pair, other = pair | {"rendered_at": PAIR["rendered_at"]}, other | {"rendered_at": PAIR["rendered_at"]}
+    sayings = [[*ids(text), END] for text in SAYINGS]
+    first = decode_that_says(*sayings)
+    whole = frames_of(first, path, pair | fields)
+    seeds = {choice_of(submit.request): submit.payload.sampling.seed for submit in first.node.submits}
+    prompts = {choice_of(submit.request): prompt_of(submit) for submit in first.node.submits}
+    rooms = {submit.request.room for submit in first.node.submits}
+    assert len(set(seeds.values())) == len(rooms) == len(SAYINGS)
+    num_with_ended = 0
+    for cut in sorted({1, 2, 3, 4, len(whole) - 1, *Random(2).sample(range(1, len(whole)), 2)}):
+        w = decode_that_says(*sayings)
+        rest = frames_of(w, path, other | fields | resume_of(whole[:cut]))
+        assert by_choice(shown(whole[:cut] + rest)) == by_choice(shown(whole)), f"cut behind frame {cut}"
+        said = said_in(whole[:cut])
+        submits = {choice_of(submit.request): submit for submit in w.node.submits}
+        for choice, submit in submits.items():
+            tokens, has_ended = said.get(choice, ([], False))
+            assert not has_ended
+            assert prompt_of(submit) == prompts[choice] + tokens
+            assert submit.payload.num_said == len(tokens)
+            assert submit.payload.sampling.seed == seeds[choice]
+            assert submit.request.room not in rooms
+        num_with_ended += 0 < len(submits) < len(SAYINGS)
+        if len(rest) > 1:
+            again = frames_of(decode_that_says(*sayings), path, pair | fields | resume_of(whole[:cut] + rest[:1]))
+            assert by_choice(shown(whole[:cut] + rest[:1] + again)) == by_choice(shown(whole)), f"{cut} and {cut + 1}"
+    assert num_with_ended > 1
+
+
+def test_events_of_several_choices_are_told_in_the_order_in_which_they_were_written() -> None:
+    """... in whatever order the tokens come, and with all that one frame has of them."""
+    sayings = [[*ids(text), END] for text in SAYINGS]
+    body = {"prompt": "hi", "n": 3, "return_token_ids": True}
+    for frame, data in frames_of(decode_that_says(*sayings), "/v1/completions", PAIR | body):
+        events = [event for event in data.split(b"\n\n") if b'"token_ids"' in event and b'"prompt_token' not in event]
+        written = [(int(index[1]), ids_in(event)) for event in events if (index := re.search(rb'"index":(\d)', event))]
+        told = [piece for piece in pieces_in(frame.said) if piece.kind is not PieceKind.BEGINS]
+        assert [(piece.choice, [*piece.numbers]) for piece in told] == written
+
+
+def ids_in(event: bytes) -> list[int]:
+    found = re.search(rb'"token_ids":(\[[^]]*\])', event)
+    assert found is not None
+    return msgspec.json.decode(found[1])
+
+
+def test_a_stream_of_which_only_the_end_is_missing_asks_no_node() -> None:
+    """Every choice has ended, and the client lacks what closes the stream. Prefill has nothing to do either."""
+    sayings = [[*ids(text), END] for text in SAYINGS]
+    body = {"prompt": "hi", "n": 3, **USAGE}
+    whole = frames_of(decode_that_says(*sayings), "/v1/completions", PAIR | body)
+    *before, (last, data) = whole
+    closing = data[data.rindex(b"data: {") :]
+    cut = [*before, (msgspec.structs.replace(last, is_last=False), data.removesuffix(closing))]
+    w = decode_that_says(*sayings)
+    rest = frames_of(w, "/v1/completions", OTHER_PAIR | body | resume_of(cut))
+    assert (shown(cut + rest), w.node.submits) == (shown(whole), [])
+    asyncio.run(asyncio.wait_for(w.client.wait_idle(), 5))
+    prefill = world(says("one"), disaggregation_mode="prefill", digest_secret=SECRET, page_size=4)
+    with prefill.http() as http:
+        sent = OTHER_PAIR | body | resume_of(cut) | {"stream": True}
+        assert http.post("/v1/completions", json=sent, headers={ASKS: "1"}).status_code == 200
+    assert prefill.node.submits == []
 
 
 def test_prompt_and_what_was_said_are_computed_as_one_and_the_rest_is_what_is_left() -> None:
@@ -134,10 +258,11 @@ def test_what_had_been_said_to_its_end_ends_without_another_token(max_tokens: in
     whole = frames_of(decode_that_says(tokens), "/v1/completions", PAIR | body)
     last, _ = whole[-1]
     assert last.is_last
-    cut = [*whole[:-1], (msgspec.structs.replace(last, is_last=False), b"")]
-    if not last.ids:
-        cut = whole[:-1]
-    rest = frames_of(decode_that_says(tokens * 2), "/v1/completions", OTHER_PAIR | body | resume_of(cut))
+    cut = [frame for frame in whole[:-1] if len(said_in(whole[:-1])[0][0]) == len(tokens)]
+    assert cut, "the end comes behind the last token"
+    w = decode_that_says(tokens * 2)
+    rest = frames_of(w, "/v1/completions", OTHER_PAIR | body | resume_of(cut))
+    assert w.node.submits == []
     text = shown(rest).decode()
     assert '"finish_reason":"stop"' in text
     assert '"completion_tokens":4' in text
@@ -150,19 +275,22 @@ def test_who_writes_the_field_himself_or_changes_it_is_refused() -> None:
     whole = frames_of(decode_that_says(tokens), "/v1/completions", PAIR | body)
     right = resume_of(whole[:4])[FIELD]
     made = msgspec.convert(right, Resume)
-    other_ids = array("i", [ids("x")[0], *array("i", made.ids)[1:]]).tobytes()
+    numbers = array("i", made.said)
     wrong = [
-        msgspec.structs.replace(made, ids=other_ids),
-        msgspec.structs.replace(made, ids=made.ids[:-4], sizes=made.sizes[:-4]),
+        msgspec.structs.replace(made, said=array("i", [*numbers[:-1], numbers[-1] + 1]).tobytes()),
+        msgspec.structs.replace(made, said=made.said[:-16]),
+        msgspec.structs.replace(made, said=made.said[:-1]),
         msgspec.structs.replace(made, proof=bytes(16)),
-        msgspec.structs.replace(made, opening=msgspec.structs.replace(made.opening, room=5)),
-        msgspec.structs.replace(made, opening=msgspec.structs.replace(made.opening, cached_tokens=0)),
-        msgspec.structs.replace(made, sizes=made.sizes[:-4]),
-        msgspec.structs.replace(made, ids=b"", sizes=b""),
+        msgspec.structs.replace(made, opening=msgspec.structs.replace(made.opening, rooms=(5,))),
+        msgspec.structs.replace(made, opening=msgspec.structs.replace(made.opening, rooms=())),
+        msgspec.structs.replace(made, opening=msgspec.structs.replace(made.opening, made_at=0)),
+        msgspec.structs.replace(made, said=array("i", [*numbers[:3], 0, *numbers[4:]]).tobytes()),
+        msgspec.structs.replace(made, said=b""),
     ]
     bodies = [OTHER_PAIR | body | {FIELD: msgspec.to_builtins(one)} for one in wrong]
     bodies.append(OTHER_PAIR | {"prompt": "ho"} | {FIELD: right})
     bodies.append(OTHER_PAIR | body | {"temperature": 0.5} | {FIELD: right})
+    bodies.append(OTHER_PAIR | body | {"n": 2} | {FIELD: right})
     for refused in bodies:
         w = decode_that_says(tokens)
         with w.http() as http:
@@ -178,8 +306,7 @@ def test_who_writes_the_field_himself_or_changes_it_is_refused() -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": ["a", "b"], "bootstrap_room": [1, 2]}),
-        ("/v1/completions", {"prompt": "a", "n": 2}),
+        ("/v1/completions", {"prompt": ["abc", "b"], "echo": True, "logprobs": 1, "bootstrap_room": [1, 2]}),
         ("/v1/completions", {"prompt": "abc", "echo": True, "logprobs": 1}),
         ("/generate", {"text": "a", "return_logprob": True}),
     ],
@@ -226,7 +353,7 @@ def test_a_stream_that_ends_with_an_error_says_whether_it_may_go_on_elsewhere(ca
 
 
 def test_frames_out_of_bounds_are_none() -> None:
-    for raw in (b'{"size":-1}\n', b'{"size":1,"ids":"AAA="}\n', b"data: {}\n", b"x" * (2 << 20)):
+    for raw in (b'{"size":-1}\n', b'{"size":1,"said":"AAA="}\n', b"data: {}\n", b"x" * (9 << 20)):
         with pytest.raises(ValueError, match="frame") as raised:
             list(FrameReader().feed(raw))
         assert type(raised.value) is ValueError, "whatever it is that msgspec raises"
@@ -238,4 +365,4 @@ def test_the_tokenizer_of_these_tests_has_a_token_for_each_byte() -> None:
 
 
 def test_a_router_passes_no_field_of_a_client_on() -> None:
-    assert encode_rest({"prompt": "x", FIELD: {"ids": ""}}) == b'{"prompt":"x"}'
+    assert encode_rest({"prompt": "x", FIELD: {"said": ""}}) == b'{"prompt":"x"}'

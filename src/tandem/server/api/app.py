@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.config import ServerConfig
-from tandem.core.values import SECOND, RequestId, Room
+from tandem.core.values import SECOND, RequestId
 from tandem.metrics.export import Exporter
 from tandem.metrics.http_counts import HttpCounts
 from tandem.metrics.log import RequestLog
@@ -65,9 +65,9 @@ from tandem.server.api.rendering import Renderer
 from tandem.server.api.response_store import PendingResponse, ResponsePages, ResponseStore, owner_of
 from tandem.server.api.responses import ResponsesBody, read_responses, without_items
 from tandem.server.api.responses_reply import ResponsesReply
-from tandem.server.api.resume import ASKS, Resume, Resuming
+from tandem.server.api.resume import ASKS, Opening, Proofs, Resume, Resuming
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
-from tandem.server.api.telling import Teller, can_tell, goes_on
+from tandem.server.api.telling import Resumed, Teller, can_tell, goes_on
 from tandem.server.api.tenant import given_key, tenant_of
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenization import TokenizationPage
@@ -341,7 +341,8 @@ class Endpoints:
             await self._decline(failure, request, routing, prompts, all_params, resume)
             raise Refusal.of(failure)
         made_at = int(time.time()) if resume is None else resume.opening.made_at
-        asks = await self._asks(request, routing, prompts, all_params, resume)
+        asks, resumed = await self._asks(request, routing, prompts, all_params, resume)
+        prepared = await self._prepared(asks, request.state.arrival_ns)
 
         async def prompts_at(rendered_at: int) -> Sequence[Prompt]:
             there = structs.replace(routing, rendered_at=rendered_at)
@@ -352,7 +353,7 @@ class Endpoints:
         may_differ = self._limits.role == "prefill" and any(ask.prompt.rendered_at for ask in asks)
         return TokenResponse(
             client=self._client,
-            prepared=await self._prepared(asks, request.state.arrival_ns),
+            prepared=prepared,
             arrival_ns=request.state.arrival_ns,
             reply=await off_loop(size, LOOP_BYTES, reply, body, routing, asks, made_at),
             is_streamed=bool(routing.stream),
@@ -364,7 +365,8 @@ class Endpoints:
             log=self._log,
             span=span,
             model=routing.model or self._config.model_name,
-            teller=self._teller(request, routing, asks, made_at, resume),
+            teller=self._teller(request, routing, prepared, made_at, resumed),
+            said=() if resumed is None else resumed.pieces,
         )
 
     async def _decline(
@@ -380,23 +382,31 @@ class Endpoints:
         if routing.bootstrap_room is None:
             return
         with suppress(Refusal):  # what no server takes has no other half
-            asks = await self._asks(request, routing, prompts, all_params, resume)
+            asks, _ = await self._asks(request, routing, prompts, all_params, resume)
             prepared = await self._prepared(asks, request.state.arrival_ns)
             self._client.decline(
-                [IncomingRequest(one.submit.request, routed=one.ask.dp_rank) for one in prepared], failure
+                [
+                    IncomingRequest(one.submit.request, routed=one.ask.dp_rank)
+                    for one in prepared
+                    if not one.ask.has_ended
+                ],
+                failure,
             )
 
     def _teller(
-        self, request: Request, routing: Routing, asks: Sequence[SampleRequest], made_at: int, resume: Resume | None
+        self, request: Request, routing: Routing, prepared: Sequence[Prepared], made_at: int, resumed: Resumed | None
     ) -> Teller | None:
         """For a router that asks for it."""
+        asks = [one.ask for one in prepared]
         is_cumulative = request.scope["path"] == "/generate"
         is_asked_for = ASKS in request.headers and bool(routing.stream)
         if not is_asked_for or not can_tell(asks, self._limits, is_cumulative=is_cumulative):
             return None
-        seed_room = asks[0].pair.room if resume is None else resume.opening.room
-        assert seed_room is not None
-        return Teller(asks[0], self._limits, made_at=made_at, seed_room=seed_room)
+        if resumed is not None:
+            return Teller(resumed.proofs, None, asks)
+        opening = Opening(asks[0].nonce, made_at, tuple(ask.pair.room or 0 for ask in asks))
+        digests = [one.submit.request.prompt_digest for one in prepared]
+        return Teller(Proofs(self._limits.keys.digests, opening, digests), opening, asks)
 
     async def _resumed(self, request: Request, raw: bytes) -> Resume | None:
         """What of a stream was said elsewhere; only who asks to be told of one can have it."""
@@ -411,7 +421,7 @@ class Endpoints:
         prompts: list[Prompt],
         all_params: list[GenerationParams],
         resume: Resume | None,
-    ) -> list[SampleRequest]:
+    ) -> tuple[list[SampleRequest], Resumed | None]:
         asks = await off_loop(
             sum(params.n for params in all_params),
             LOOP_SAMPLES,
@@ -423,12 +433,13 @@ class Endpoints:
             own_rid=uuid.uuid4().hex if resume is None else resume.opening.nonce,
             tenant=tenant_of(given_key(request.headers), routing.cache_salt),
             timeout_ns=self._timeout_ns(request, routing),
-            seed_room=None if resume is None else Room(resume.opening.room),
+            seed_rooms=() if resume is None else resume.opening.rooms,
         )
         if resume is None:
-            return asks
-        fresh = self._text(asks[0])
-        return await off_loop(len(resume.ids), LOOP_IDS, goes_on, asks, resume, fresh, self._tokenizer, self._limits)
+            return asks, None
+        size = len(resume.said) + sum(len(ask.prompt.tokens) for ask in asks)
+        resumed = await off_loop(size, LOOP_IDS, goes_on, asks, resume, self._text, self._tokenizer, self._limits)
+        return resumed.asks, resumed
 
     def _timeout_ns(self, request: Request, routing: Routing | None = None) -> int:
         """As the head says, and the body where it is there."""
@@ -448,7 +459,7 @@ class Endpoints:
 
     async def _prepared(self, asks: Sequence[SampleRequest], arrival_ns: int) -> list[Prepared]:
         requests = [(ask, self._client.next_request_id()) for ask in asks]
-        size = sum(len(ask.prompt.tokens) for ask in asks) + len(asks) * (LOOP_IDS // LOOP_SAMPLES)
+        size = sum(len(ask.prompt.tokens) + ask.num_said for ask in asks) + len(asks) * (LOOP_IDS // LOOP_SAMPLES)
         return await off_loop(size, LOOP_IDS, self._prepare, requests, arrival_ns)
 
     def _prepare(self, requests: Sequence[tuple[SampleRequest, RequestId]], arrival_ns: int) -> list[Prepared]:

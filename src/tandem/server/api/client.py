@@ -245,7 +245,8 @@ class NodeClient:
         for submit, dp_rank in zip(submits, placed.ranks, strict=True):
             live = self._live[submit.request.id] = Live(submit.request, self.ranks[dp_rank], generation)
             generation.lives.append(live)
-        self._idle.clear()
+        if submits:
+            self._idle.clear()
         self._set_timer()
 
     def decline(self, arrivals: Sequence[IncomingRequest], failure: Failure) -> None:

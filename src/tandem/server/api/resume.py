@@ -3,17 +3,19 @@
     router -> both halves   head `x-tandem-resume`: tell me, if this stream can be resumed
     decode -> router        head `x-tandem-resumable`: the body comes in frames
     frame                   one line of JSON (`ResumeFrame`), then so many bytes of the answer as it says
+    piece                   what a frame says of one choice; int32 little endian: choice, kind, how many numbers, these
     router -> the next pair `tandem_resume` in the body (`Resume`): all that the frames have told
 
-A frame counts when all of it has come: the client gets its bytes then, and the router keeps its tokens. So what a
+A frame counts when all of it has come: the client gets its bytes then, and the router keeps its pieces. So what a
 client has of a stream is always what some tokens make, however the connection broke.
 
-The next pair computes prompt and tokens as one prompt, and writes the events of these tokens once more, in the same
-groups, without sending them: whatever a reply counts, holds back or is in the middle of is then as it was. What of an
-answer is no function of request and tokens (names, times, what was cached) is told in the first frame.
+The next pair computes the prompt and the tokens of each choice as one prompt, and writes the events of all pieces once
+more, in the same order, without sending them: whatever a reply counts, holds back or is in the middle of is then as it
+was. A choice that has ended is not computed. What of an answer is no function of request and tokens is told, too: names
+and times in the first frame, what was cached with the first piece of a choice.
 
-Nobody but a member of the cluster can make a `Resume`: each frame proves all tokens so far with the secret that both
-halves have (`HashKeys.digests`), for this prompt and these parameters. A router needs no secret to pass it on, and a
+Nobody but a member of the cluster can make a `Resume`: each frame proves all pieces so far with the secret that both
+halves have (`HashKeys.digests`), for these prompts and their parameters. A router needs no secret to pass it on, and a
 client that writes the field itself, or changes a token, gets a 400.
 """
 
@@ -21,26 +23,28 @@ import hmac
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from hashlib import sha256
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
-from tandem.pagehash import prompt_digest
-from tandem.server.api.bounds import MAX_INT
+from tandem.core.commands import FinishReason
+from tandem.server.api.bounds import MAX_INT, MAX_SAMPLES
 
 ASKS = "x-tandem-resume"
 TELLS = "x-tandem-resumable"
 FIELD = "tandem_resume"
-ID_BYTES = 4
+NUMBER_BYTES = 4
+PIECE_HEAD = 3  # numbers
 PROOF_BYTES = 16
 NAME_DIGITS = 48
-MAX_HEAD_BYTES = 1 << 20  # of a frame
+MAX_HEAD_BYTES = 8 << 20  # of a frame: with all that many choices have said while their client took nothing
 MAX_FRAME_BYTES = 256 << 20
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
-Ids = Annotated[bytes, Meta(max_length=32 << 20)]  # int32 little endian
+Pieces = Annotated[bytes, Meta(max_length=32 << 20)]
 
 
 class Opening(Struct, frozen=True):
@@ -48,17 +52,16 @@ class Opening(Struct, frozen=True):
 
     nonce: Annotated[str, Meta(max_length=64)]  # from which its names are made
     made_at: Count  # Unix seconds
-    room: Count  # of the first attempt: draws are seeded with it where the client gave no seed
-    cached_tokens: Count = 0
-    host_tokens: Count = 0
+    # Of the first attempt, one for each choice: draws are seeded with them where the client gave no seed.
+    rooms: Annotated[tuple[Count, ...], Meta(max_length=MAX_SAMPLES)]
 
 
 class ResumeFrame(Struct, frozen=True, omit_defaults=True):
     """The head of one."""
 
     size: int  # bytes of the answer that follow
-    ids: Ids = b""  # tokens from which they were made
-    proof: bytes = b""  # of all tokens so far
+    said: Pieces = b""  # from which they were made
+    proof: bytes = b""  # of all pieces so far
     opening: Opening | None = None  # in the first one
     is_last: bool = False
     gives_up: str = ""  # why it does not go on here, and may elsewhere; the bytes say so to a client
@@ -68,8 +71,7 @@ class Resume(Struct, frozen=True):
     """A stream so far."""
 
     opening: Opening
-    ids: Ids  # tokens
-    sizes: Ids  # tokens of each frame that had some
+    said: Pieces
     proof: Annotated[bytes, Meta(max_length=PROOF_BYTES)]
 
 
@@ -79,55 +81,68 @@ class Resuming(Struct):
     tandem_resume: Resume | None = None
 
 
-class Said(Struct, frozen=True):
-    """The tokens of a stream so far, checked."""
+class PieceKind(Enum):
+    """What the numbers of a piece are."""
 
-    groups: tuple[list[int], ...]  # as they were told
+    BEGINS = 0  # prompt tokens that were cached, those of them from host memory, those of these from storage
+    SAYS = 1  # tokens
+    STOPS = 2  # tokens, behind which it has ended
+    IS_CUT = 3  # the same, for its length
+
+
+ENDS = {FinishReason.STOP: PieceKind.STOPS, FinishReason.LENGTH: PieceKind.IS_CUT}
+REASONS = {kind: reason for reason, kind in ENDS.items()}
+
+
+class Piece(Struct, frozen=True):
+    """What was said of one choice at once."""
+
+    choice: int
+    kind: PieceKind
+    numbers: Sequence[int]
+
+    def encode(self) -> bytes:
+        return array("i", (self.choice, self.kind.value, len(self.numbers), *self.numbers)).tobytes()
+
+
+def pieces_in(said: bytes) -> list[Piece]:
+    """Of what is proved to be some."""
+    numbers, at = array("i", said), 0
+    found: list[Piece] = []
+    while at < len(numbers):
+        choice, kind, count = numbers[at : at + PIECE_HEAD]
+        at += PIECE_HEAD
+        found.append(Piece(choice, PieceKind(kind), numbers[at : at + count].tolist()))
+        at += count
+    return found
+
+
+class Said(Struct, frozen=True):
+    """One choice so far, as another server has said it."""
+
+    tokens: list[int]
     cached_tokens: int
     host_tokens: int
-    ends: str | None = None  # nothing follows them, for this reason; but the client has not heard of it
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for group in self.groups for token in group]
+    storage_tokens: int
+    ends: FinishReason | None = None  # nothing follows, for this reason; the client may not have heard of it
 
 
 class Proofs:
-    """Of a growing stream: each holds for all tokens before it, for one prompt, its parameters and one opening."""
+    """Of a growing stream: each holds for all pieces before it, for one opening, and prompts and their parameters."""
 
-    def __init__(self, key: bytes, opening: Opening, prompt: Sequence[int], sampling: bytes) -> None:
-        self._key = key
-        digest = prompt_digest(prompt, sampling, secret=key)
-        self.last = self._next(b"said\0" + digest + msgspec.msgpack.encode(opening))
+    def __init__(self, key: bytes, opening: Opening, digests: Sequence[bytes]) -> None:
+        """digests: of prompt and parameters, one for each choice."""
+        first = hmac.digest(key, b"said\0" + msgspec.msgpack.encode((opening, digests)), "sha256")
+        self._said = hmac.new(key, first, "sha256")
 
-    def add(self, ids: bytes) -> bytes:
-        self.last = self._next(self.last + ids)
-        return self.last
-
-    def _next(self, data: bytes) -> bytes:
-        return hmac.digest(self._key, data, "sha256")[:PROOF_BYTES]
+    def add(self, said: bytes) -> bytes:
+        self._said.update(said)
+        return self._said.digest()[:PROOF_BYTES]
 
 
 def made_name(nonce: str, purpose: str, index: int = 0) -> str:
     """48 hexadecimal digits. A stream that goes on elsewhere has the same names there."""
     return sha256(f"{nonce}/{purpose}/{index}".encode()).hexdigest()[:NAME_DIGITS]
-
-
-def groups_of(resume: Resume, proofs: Proofs) -> tuple[list[int], ...] | None:
-    """None for what no member of the cluster has told."""
-    if len(resume.ids) % ID_BYTES or len(resume.sizes) % ID_BYTES:
-        return None
-    sizes = array("i", resume.sizes)
-    if min(sizes, default=0) < 1 or sum(sizes) * ID_BYTES != len(resume.ids):
-        return None
-    groups: list[list[int]] = []
-    start = 0
-    for size in sizes:
-        raw = resume.ids[start : start + size * ID_BYTES]
-        proofs.add(raw)
-        groups.append(list(array("i", raw)))
-        start += len(raw)
-    return tuple(groups) if hmac.compare_digest(proofs.last, resume.proof) else None
 
 
 def encode_frame(frame: ResumeFrame, data: bytes) -> bytes:
@@ -156,7 +171,7 @@ class FrameReader:
                 self._head = msgspec.json.decode(bytes(self._held[: max(end, 0)]), type=ResumeFrame)
             except msgspec.DecodeError as error:  # of old versions it is no ValueError
                 raise ValueError(f"no frame: {error}") from error
-            if not 0 <= self._head.size <= MAX_FRAME_BYTES or len(self._head.ids) % ID_BYTES:
+            if not 0 <= self._head.size <= MAX_FRAME_BYTES or len(self._head.said) % NUMBER_BYTES:
                 raise ValueError("a frame out of bounds")
             del self._held[: end + 1]
         if len(self._held) < self._head.size:
@@ -173,17 +188,15 @@ class Told:
 
     opening: Opening | None = None
     proof: bytes = b""
-    ids: bytearray = field(default_factory=bytearray)
-    sizes: array = field(default_factory=lambda: array("i"))
+    said: bytearray = field(default_factory=bytearray)
 
     def add(self, frame: ResumeFrame) -> None:
         """All of it has come, and the client gets its bytes."""
         self.opening = self.opening or frame.opening
-        if frame.ids:
-            self.ids += frame.ids
-            self.sizes.append(len(frame.ids) // ID_BYTES)
+        if frame.said:
+            self.said += frame.said
             self.proof = frame.proof
 
     def resume(self) -> Resume:
         assert self.opening is not None, "it has told nothing yet"
-        return Resume(self.opening, bytes(self.ids), self.sizes.tobytes(), self.proof)
+        return Resume(self.opening, bytes(self.said), self.proof)

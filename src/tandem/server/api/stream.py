@@ -33,7 +33,7 @@ from tandem.server.api.errors import Failure, Problem, error_event, error_header
 from tandem.server.api.http1 import CUT
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.rendering import Renderer
-from tandem.server.api.resume import TELLS, Said
+from tandem.server.api.resume import TELLS, Piece, PieceKind
 from tandem.server.api.telling import Teller
 from tandem.server.api.text import TextStream
 from tandem.server.api.validation import SampleRequest
@@ -73,7 +73,7 @@ class Sample:
     ended_ns: int = 0
     has_begun: bool = False  # the stream has its opening
 
-    def say_again(self, group: list[int]) -> str:
+    def say_again(self, group: Sequence[int]) -> str:
         """What was said elsewhere: as `absorb`, but that it is nothing new."""
         text = self.text.feed(group)
         self.tokens += group
@@ -82,19 +82,14 @@ class Sample:
         self.parts.append(text)
         return text
 
-    @property
-    def has_all(self) -> bool:
-        """Nothing can follow what was said elsewhere."""
-        return self.ask.said is not None and self.ask.said.ends is not None
-
     def absorb(self, now_ns: int, stats: RequestStats) -> str:
         """Take over what has come; the text that may be shown for it."""
         live = self.live
         new = live.tokens
-        if not new or (isinstance(self.text.matched, str) and not self.has_all):
+        if not new or isinstance(self.text.matched, str):
             return ""
         live.tokens = []
-        if not self.ask.max_new_tokens or self.has_all:  # the node has sampled one all the same
+        if not self.ask.max_new_tokens:  # the node has sampled one all the same
             live.tokens, live.extras = [], []
             if self.first_ns is None:
                 stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens, self.storage_tokens)
@@ -130,15 +125,13 @@ class Sample:
     def failure(self) -> Failure | None:
         """Why it ended without its tokens. After a stop string the text is complete, whatever happens then."""
         ended = self.live.ended
-        if not isinstance(ended, commands.FailRequest) or isinstance(self.text.matched, str) or self.has_all:
+        if not isinstance(ended, commands.FailRequest) or isinstance(self.text.matched, str):
             return None
         return failure_of(ended)
 
     @property
     def finish_reason(self) -> str:
         ended = self.live.ended
-        if self.ask.said is not None and self.ask.said.ends is not None:
-            return self.ask.said.ends
         if not self.ask.max_new_tokens and self.ask.params.vector is None:
             return "length"
         if isinstance(self.text.matched, str) or not isinstance(ended, commands.FinishRequest):
@@ -173,6 +166,8 @@ class Sample:
     @property
     def storage_tokens(self) -> int:
         """Those of these that came there from storage."""
+        if self.ask.said is not None:
+            return self.ask.said.storage_tokens
         news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
         return 0 if news is None else news.storage_tokens
 
@@ -283,8 +278,12 @@ class TokenResponse:
         span: Span,
         model: str,
         teller: Teller | None = None,
+        said: Sequence[Piece] = (),
     ) -> None:
-        """span: of the request; ended here. teller: of a stream that somebody else may go on with."""
+        """span: of the request; ended here. teller: of a stream that somebody else may go on with. said: of one that
+        somebody else has begun.
+        """
+        self._said = said
         self._span = span
         self._teller = teller
         self._model = model
@@ -312,8 +311,9 @@ class TokenResponse:
             await self._run(scope, receive, send)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        submits, names = zip(*((one.submit, one.ask.names) for one in self._prepared), strict=True)
-        routed = [one.ask.dp_rank for one in self._prepared]
+        wanted = [one for one in self._prepared if not one.ask.has_ended]
+        submits, names = [one.submit for one in wanted], [one.ask.names for one in wanted]
+        routed = [one.ask.dp_rank for one in wanted]
         with self._client.running(submits, names, routed=routed, request_id=self._request_id) as generation:
             self._watch_over(generation)
             generation.cut = scope.get("extensions", {}).get(CUT, generation.cut)
@@ -335,12 +335,26 @@ class TokenResponse:
 
     def _watch_over(self, generation: Generation) -> None:
         page_bytes = 0 if self._client.node is None else self._client.node.page_bytes
-        for one, live in zip(self._prepared, generation.lives, strict=True):
+        lives = iter(generation.lives)
+        for one in self._prepared:
+            live = self._ended(one, generation) if one.ask.has_ended else next(lives)
             submitted_ns = self._arrival_ns + one.ask.timeout_ns - live.request.timeout_ns
             self._samples.append(Sample(one.ask, live, one.text, page_bytes, self._arrival_ns, submitted_ns))
         self._stats.running += len(self._samples)
         self._generation = generation
         self._by_live = {id(sample.live): sample for sample in self._samples}
+
+    def _ended(self, one: Prepared, generation: Generation) -> Live:
+        """As if its node had run it."""
+        request, said = one.submit.request, one.ask.said
+        assert said is not None
+        assert said.ends is not None
+        ended = commands.FinishRequest(
+            request.id, said.ends, commands.Path.LOCAL, said.cached_tokens, 0, 0, commands.StageTimings()
+        )
+        live = Live(request, self._client.ranks[0], generation, ended=ended)
+        generation.note(live)
+        return live
 
     async def _watch_client(self, receive: Receive) -> None:
         """Abort everything as soon as the client is gone."""
@@ -363,10 +377,9 @@ class TokenResponse:
         return changed
 
     async def _stream(self, send: Send) -> None:
-        for sample in self._samples:
-            if sample.ask.said is not None:
-                await off_loop(len(sample.ask.said.tokens), LOOP_IDS, self._say_again, sample, sample.ask.said)
-        while self._num_open:
+        await off_loop(sum(len(piece.numbers) for piece in self._said), LOOP_IDS, self._say_again)
+        is_last = False
+        while not is_last:
             changed = await self._news()
             if self._generation.is_abandoned:
                 return
@@ -381,21 +394,27 @@ class TokenResponse:
             if is_last:
                 events += self._reply.close(self._samples)
             if self._teller is not None:
-                events = self._teller.frame(self._samples[0], events, is_last=is_last)
+                events = self._teller.frame(events, is_last=is_last)
             if events or is_last:
                 await self._write(send, {"type": "http.response.body", "body": events, "more_body": not is_last})
 
-    def _say_again(self, sample: Sample, said: Said) -> None:
+    def _say_again(self) -> None:
         """Write the events of what was said elsewhere, so that those that follow are as they would have been there.
 
         Nobody gets them. In any thread.
         """
-        for group in said.groups:
-            start, text = len(sample.tokens), sample.say_again(group)
-            if not sample.has_begun:
+        for piece in self._said:
+            sample = self._samples[piece.choice]
+            if piece.kind is PieceKind.BEGINS:
                 sample.has_begun = True
                 self._reply.begin(sample)
-            self._reply.delta(sample, text, start)
+                continue
+            start, text = len(sample.tokens), sample.say_again(piece.numbers)
+            if piece.kind is PieceKind.SAYS:
+                self._reply.delta(sample, text, start)
+            else:
+                self._num_open -= 1
+                self._reply.end(sample, text + sample.finish(), start)
 
     async def _advance(self, changed: Sequence[Live]) -> tuple[bytes, Failure | None]:
         """Take all news: the events to write for it, and the first failure.
@@ -426,14 +445,17 @@ class TokenResponse:
                 sample.has_begun = True
                 most = LOOP_IDS if sample.ask.sampling.prompt_logprobs_from is None else LOOP_SCORES
                 events.append(await off_loop(self._prompt_size(sample), most, self._reply.begin, sample))
-            if not has_ended:
-                if len(sample.tokens) > start:
-                    events.append(await off_loop(fresh, LOOP_SCORES, self._reply.delta, sample, text, start))
-            elif not sample.ended_ns:
+            if not has_ended and len(sample.tokens) > start:
+                events.append(await off_loop(fresh, LOOP_SCORES, self._reply.delta, sample, text, start))
+            elif has_ended and not sample.ended_ns:
                 self._num_open -= 1
                 text += sample.finish()
                 size = fresh if not self._reply.shows_prompts else fresh + self._size(sample)
                 events.append(await off_loop(size, LOOP_SCORES, self._reply.end, sample, text, start))
+            else:
+                continue
+            if self._teller is not None:
+                self._teller.says(sample)
         return b"".join(events), None
 
     def _outlive(self, sample: Sample, failure: Failure) -> None:

@@ -1,23 +1,39 @@
 """Decode's side of a stream that can be resumed (`resume.py`): who may have one, its frames, and where it goes on."""
 
-from array import array
-from collections.abc import Sequence
+import hmac
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from msgspec import structs
+from msgspec import Struct, structs
 
+from tandem.core.commands import FinishReason
 from tandem.core.values import Cause
-from tandem.server.api.errors import RULES, Failure, invalid
-from tandem.server.api.resume import FIELD, Opening, Proofs, Resume, ResumeFrame, Said, encode_frame, groups_of
+from tandem.server.api.errors import RULES, Failure, Refusal, invalid
+from tandem.server.api.resume import (
+    ENDS,
+    FIELD,
+    REASONS,
+    Opening,
+    Piece,
+    PieceKind,
+    Proofs,
+    Resume,
+    ResumeFrame,
+    Said,
+    encode_frame,
+    pieces_in,
+)
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import ModelLimits, SampleRequest, sampling_bytes
+from tandem.server.api.validation import ModelLimits, SampleRequest, digest_of
 
 
 class ToldSample(Protocol):
     """What of a sample is told."""
 
+    ask: SampleRequest
     tokens: list[int]
+    ended_ns: int
 
     @property
     def cached_tokens(self) -> int: ...
@@ -25,54 +41,57 @@ class ToldSample(Protocol):
     @property
     def host_tokens(self) -> int: ...
 
+    @property
+    def storage_tokens(self) -> int: ...
+
+    @property
+    def finish_reason(self) -> str: ...
+
 
 def can_tell(asks: Sequence[SampleRequest], limits: ModelLimits, *, is_cumulative: bool) -> bool:
     """Whether the rest of this stream could be asked for. is_cumulative: each event repeats the scores of all tokens,
     which only the server knows that has made them. Of a block a client may have seen a part, with which given the rest
     of it would be found otherwise.
     """
-    ask, *others = asks
-    sampling = ask.sampling
-    has_scores = sampling.prompt_logprobs_from is not None or (is_cumulative and sampling.logprobs)
-    is_one = not others and ask.max_new_tokens > 0 and ask.pair.room is not None
-    return limits.role == "decode" and is_one and not has_scores and limits.block_tokens == 1
+    is_known = all(
+        ask.max_new_tokens > 0
+        and ask.pair.room is not None
+        and ask.sampling.prompt_logprobs_from is None
+        and not (is_cumulative and ask.sampling.logprobs)
+        for ask in asks
+    )
+    return limits.role == "decode" and is_known and limits.block_tokens == 1
 
 
 class Teller:
     """Of one stream."""
 
-    def __init__(self, ask: SampleRequest, limits: ModelLimits, *, made_at: int, seed_room: int) -> None:
-        self._ask, self._key = ask, limits.keys.digests
-        said = ask.said
-        self._opening = Opening(
-            ask.nonce,
-            made_at,
-            seed_room,
-            0 if said is None else said.cached_tokens,
-            0 if said is None else said.host_tokens,
-        )
-        self._proofs: Proofs | None = None
-        self._num_told = 0
-        if said is not None:
-            self._proofs = self._begin()
-            for group in said.groups:
-                self._proofs.add(array("i", group).tobytes())
-            self._num_told = len(said.tokens)
+    def __init__(self, proofs: Proofs, opening: Opening | None, asks: Sequence[SampleRequest]) -> None:
+        """opening: None of a stream that was begun elsewhere, whose router has it."""
+        self._proofs, self._opening = proofs, opening
+        self._num_told = {ask.index: ask.num_said for ask in asks if ask.said is not None}  # tokens of a choice
+        self._said = bytearray()  # for the next frame
 
-    def frame(self, sample: ToldSample, data: bytes, *, is_last: bool) -> bytes:
-        """Of these bytes of the answer, and of the tokens from which they were made; nothing for nothing."""
-        new = sample.tokens[self._num_told :]
-        if not new and not data and not is_last:
+    def says(self, sample: ToldSample) -> None:
+        """An event was written of what is new of this sample."""
+        choice = sample.ask.index
+        if choice not in self._num_told:
+            self._num_told[choice] = 0
+            counts = (sample.cached_tokens, sample.host_tokens, sample.storage_tokens)
+            self._said += Piece(choice, PieceKind.BEGINS, counts).encode()
+        new = sample.tokens[self._num_told[choice] :]
+        self._num_told[choice] += len(new)
+        kind = ENDS[FinishReason(sample.finish_reason)] if sample.ended_ns else PieceKind.SAYS
+        self._said += Piece(choice, kind, new).encode()
+
+    def frame(self, data: bytes, *, is_last: bool) -> bytes:
+        """Of these bytes of the answer, and of all that was said for them; nothing for nothing."""
+        said, self._said = bytes(self._said), bytearray()
+        if not said and not data and not is_last:
             return b""
-        opening = None
-        if self._proofs is None:
-            cached, host = sample.cached_tokens, sample.host_tokens
-            opening = self._opening = structs.replace(self._opening, cached_tokens=cached, host_tokens=host)
-            self._proofs = self._begin()
-        self._num_told += len(new)
-        ids = array("i", new).tobytes()
-        proof = self._proofs.add(ids) if ids else b""
-        return encode_frame(ResumeFrame(len(data), ids, proof, opening, is_last), data)
+        opening, self._opening = self._opening, None
+        proof = self._proofs.add(said) if said else b""
+        return encode_frame(ResumeFrame(len(data), said, proof, opening, is_last), data)
 
     def last_frame(self, data: bytes, failure: Failure) -> bytes:
         """Of a stream that ends with an error. Who has had no token in all its time does not get some elsewhere."""
@@ -80,38 +99,61 @@ class Teller:
         gives_up = failure.message or failure.code.value
         return encode_frame(ResumeFrame(len(data), is_last=True, gives_up=gives_up if may_go_on else ""), data)
 
-    def _begin(self) -> Proofs:
-        return proofs_of(self._ask, self._opening, self._key)
 
+class Resumed(Struct, frozen=True):
+    """A stream that goes on here, checked."""
 
-def proofs_of(ask: SampleRequest, opening: Opening, key: bytes) -> Proofs:
-    return Proofs(key, opening, ask.prompt.tokens, sampling_bytes(ask.sampling))
+    asks: list[SampleRequest]
+    pieces: list[Piece]
+    proofs: Proofs  # of all pieces
 
 
 def goes_on(
-    asks: Sequence[SampleRequest], resume: Resume, text: TextStream, tokenizer: Tokenizer, limits: ModelLimits
-) -> list[SampleRequest]:
-    """The one sample of a stream that was begun elsewhere. In any thread; raises `Refusal`.
+    asks: Sequence[SampleRequest],
+    resume: Resume,
+    text_of: Callable[[SampleRequest], TextStream],
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+) -> Resumed:
+    """What is left of a stream that was begun elsewhere. In any thread; raises `Refusal`.
 
-    text: a fresh one of the sample.
+    text_of: a fresh one of a sample.
     """
-    ask, *others = asks
-    groups = groups_of(resume, proofs_of(ask, resume.opening, limits.keys.digests))
-    num_said = len(resume.ids)
-    if others or groups is None or not 0 < num_said // 4 <= ask.max_new_tokens:
-        raise invalid(FIELD, "is no stream of this cluster for this request")
-    said = Said(groups, resume.opening.cached_tokens, resume.opening.host_tokens)
-    ends = end_of(ask, said.tokens, text, tokenizer, limits)
-    return [structs.replace(ask, said=structs.replace(said, ends=ends))]
+    digests = [digest_of(ask.prompt.tokens, ask.sampling, limits) for ask in asks]
+    proofs = Proofs(limits.keys.digests, resume.opening, digests)
+    if not hmac.compare_digest(proofs.add(resume.said), resume.proof):
+        raise not_ours()
+    pieces, said = pieces_in(resume.said), dict[int, Said]()
+    for piece in pieces:
+        if piece.kind is PieceKind.BEGINS:
+            cached, host, storage = piece.numbers
+            said[piece.choice] = Said([], cached, host, storage)
+        else:
+            said[piece.choice].tokens.extend(piece.numbers)
+        if piece.kind in REASONS:
+            said[piece.choice] = structs.replace(said[piece.choice], ends=REASONS[piece.kind])
+    rest: list[SampleRequest] = []
+    for ask in asks:
+        one = said.get(ask.index)
+        if one is not None and one.ends is None:
+            if len(one.tokens) > ask.max_new_tokens:
+                raise not_ours()
+            one = structs.replace(one, ends=end_of(ask, one.tokens, text_of(ask), tokenizer, limits))
+        rest.append(structs.replace(ask, said=one))
+    return Resumed(rest, pieces, proofs)
+
+
+def not_ours() -> Refusal:
+    return invalid(FIELD, "is no stream of this cluster for this request")
 
 
 def end_of(
     ask: SampleRequest, tokens: Sequence[int], text: TextStream, tokenizer: Tokenizer, limits: ModelLimits
-) -> str | None:
+) -> FinishReason | None:
     """Why nothing follows these tokens: who has said them was lost before it said so. None: something does."""
     text.feed(tokens)
     if text.matched is not None or text.holds_stop_token:
-        return "stop"
+        return FinishReason.STOP
     if ask.sampling.grammar:
         vocabulary = tokenizer.opened_vocabulary or tokenizer.open_vocabulary()
         matcher = vocabulary.matcher(
@@ -119,5 +161,5 @@ def end_of(
         )
         matcher.restart(tokens)
         if matcher.is_finished:
-            return "stop"
-    return "length" if len(tokens) >= ask.max_new_tokens else None
+            return FinishReason.STOP
+    return FinishReason.LENGTH if len(tokens) >= ask.max_new_tokens else None

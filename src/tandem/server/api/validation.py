@@ -131,10 +131,13 @@ class SampleRequest(Struct, frozen=True):
     priority: int = 0
 
     @property
-    def context(self) -> list[int]:
-        """What is computed before the first token that is wanted."""
-        has_more = self.said is not None and self.said.ends is None
-        return self.prompt.tokens + self.said.tokens if self.said is not None and has_more else self.prompt.tokens
+    def num_said(self) -> int:
+        return 0 if self.said is None else len(self.said.tokens)
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing can follow what was said elsewhere: it is not computed here."""
+        return self.said is not None and self.said.ends is not None
 
 
 # numbers
@@ -298,12 +301,12 @@ def ask_all(
     own_rid: str,
     tenant: str,
     timeout_ns: int,
-    seed_room: Room | None = None,
+    seed_rooms: Sequence[int] = (),
 ) -> list[SampleRequest]:
     """All samples of all prompts, in order. `all_params` has one per prompt; `own_rid` if the client gave none.
 
     Raises `Refusal` for what no server takes; of the bounds of this one `beyond` tells.
-    seed_room: with which the draws of a stream that goes on here began.
+    seed_rooms: with which the draws of a stream that goes on here began, one for each sample.
     """
     check_samples(prompts, all_params)
     priority = check_priority(routing, limits)
@@ -311,6 +314,7 @@ def ask_all(
     pairs = check_pairs(routing, [params.n for params in all_params], limits)
     rids = check_rids(routing.rid, len(prompts), own_rid)
     group = (routing.rid,) if isinstance(routing.rid, str) and routing.rid else ()
+    seeded = dict(enumerate(map(Room, seed_rooms)))
     asks: list[SampleRequest] = []
     for prompt_index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
         space = limits.context_length - len(prompt.tokens)
@@ -324,7 +328,7 @@ def ask_all(
                     prompt_index=prompt_index,
                     prompt=prompt,
                     params=params,
-                    sampling=with_seed(params, sample, seed_room or pair.room),
+                    sampling=with_seed(params, sample, seeded.get(len(asks), pair.room)),
                     max_new_tokens=space if params.max_new_tokens is None else min(params.max_new_tokens, space),
                     rid=rid,
                     names=tuple(dict.fromkeys((rid, base, *group))),
@@ -403,22 +407,21 @@ def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: 
     if remaining_ns <= 0:
         raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the request was being read")
     root = root_hash(secret=limits.keys.pages, tenant=ask.tenant)
-    tokens = ask.context
+    tokens = ask.prompt.tokens if ask.said is None else ask.prompt.tokens + ask.said.tokens
     links = prompt_links(root, tokens, page_size=limits.page_size)
-    num_said = len(tokens) - len(ask.prompt.tokens)
     return wire.Submit.of(
         Request(
             id=request,
             rid=ask.rid,
             prompt_len=len(tokens),
             page_hashes=tuple(map(hash_of, links)),
-            max_new_tokens=max(ask.max_new_tokens - num_said, 1) if ask.said is None or num_said else 1,
+            max_new_tokens=max(ask.max_new_tokens - ask.num_said, 1),
             timeout_ns=Nanos(remaining_ns),
             room=ask.pair.room,
             peer=ask.pair.peer,
             dp_rank_hint=ask.pair.dp_rank_hint,
             priority=ask.priority,
-            prompt_digest=prompt_digest(tokens, sampling_bytes(ask.sampling), secret=limits.keys.digests),
+            prompt_digest=digest_of(tokens, ask.sampling, limits),
             prompt_logprobs_from=ask.sampling.prompt_logprobs_from,
             rendered_at=ask.prompt.rendered_at,
             wants_vector=ask.params.vector is not None,
@@ -429,7 +432,7 @@ def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: 
             sampling=ask.sampling,
             last_hash=links[-1] if links else root,
             vector=ask.params.vector,
-            num_said=num_said,
+            num_said=ask.num_said,
         ),
     )
 
@@ -583,6 +586,10 @@ def sampling_bytes(sampling: SamplingParams) -> bytes:
     bias = dict(sorted(sampling.logit_bias.items()))
     said = msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0, prompt_top_logprobs=0, logit_bias=bias)
     return msgspec.msgpack.encode(said)
+
+
+def digest_of(tokens: Sequence[int], sampling: SamplingParams, limits: ModelLimits) -> bytes:
+    return prompt_digest(tokens, sampling_bytes(sampling), secret=limits.keys.digests)
 
 
 def with_seed(params: GenerationParams, sample: int, room: Room | None) -> SamplingParams:
