@@ -1741,6 +1741,14 @@ OTHERS = (
         "for values in (self._last_tokens, self._lengths, self._num_pages):\n            values[:n]",
         "simulator/test_whole_torch.py::test_a_pair_says_what_one_engine_says_and_the_same_seed_gives_the_same_bytes",
     ),
+    Break(
+        "simulated_servers_tell_where_the_code_is",
+        "simulator/whole/cluster.py",
+        "model_path=MODEL_HERE,",
+        "model_path=str(MODEL),",
+        "simulator/test_whole.py::"
+        "test_the_same_seed_gives_the_same_bytes_whatever_the_hashes_of_this_process_and_wherever_the_code_is",
+    ),
     # decision 032: what readers copy from shared memory
     Break(
         "the_lease_of_a_reader_that_copies_ends_when_its_grant_is_revoked",

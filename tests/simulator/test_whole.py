@@ -16,6 +16,7 @@ from random import Random
 
 import pytest
 
+import tandem
 from seeded_bugs import MUTANTS
 from tandem.cli.main import main
 from tandem.core.values import SECOND
@@ -53,20 +54,21 @@ def test_every_request_of_a_whole_cluster_ends_as_promised(results: dict[int, Se
     assert result.num_finished > 0
 
 
-def test_the_same_seed_gives_the_same_bytes_whatever_the_hashes_of_this_process(
-    results: dict[int, SeedResult],
+def test_the_same_seed_gives_the_same_bytes_whatever_the_hashes_of_this_process_and_wherever_the_code_is(
+    results: dict[int, SeedResult], tmp_path: Path
 ) -> None:
+    (tmp_path / "tandem").symlink_to(Path(tandem.__file__).parent)
     script = (
         f"from tandem.simulator.whole.world import run_seed\nprint(*(run_seed(seed).log_hash for seed in {HASH_SEEDS}))"
     )
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": hashes},
+            env={**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for hashes in ("0", "77")
+        for hashes, path in (("0", os.environ.get("PYTHONPATH", "")), ("77", str(tmp_path)))
     ]
     found = {run.communicate()[0] for run in runs}
     again = [results[seed].log_hash for seed in HASH_SEEDS]  # which ran in another order, behind other seeds

@@ -32,6 +32,7 @@ from tandem.simulator.whole.shards import Shards
 from tandem.simulator.whole.virtual_process import Program
 
 MODEL = Path(tandem.__file__).parent / "bundled" / "mini"
+MODEL_HERE = "mini"  # where servers find it, in the folder of a seed: they tell its path, which is the same everywhere
 
 logger = logging.getLogger("tandem.cluster")
 
@@ -119,7 +120,7 @@ def windows_of(config: ServerConfig, tokens: int, num_pages: int) -> WindowSetti
 def facts(config: ServerConfig, *, block_tokens: int = 1) -> ModelFacts:
     model = read_config(MODEL)
     return ModelFacts(
-        model_path=str(MODEL),
+        model_path=MODEL_HERE,
         architectures=[model.architecture],
         model_type="plain",
         context_length=config.context_length or model.max_context,

@@ -501,6 +501,7 @@ def run_seed(
 
 
 def run_options(options: Options, trace: Callable[[str], None] | None = None, *, watches: bool = False) -> SeedResult:
-    """In a folder of its own, whose name no server hears: servers tell their flags."""
+    """In a folder of its own, whose name no server hears: servers tell their flags, and where their model is."""
     with tempfile.TemporaryDirectory(prefix="tandem-whole-") as folder, chdir(folder):
+        Path(servers.MODEL_HERE).symlink_to(servers.MODEL)
         return World(options, watches=watches).run(trace)
