@@ -206,6 +206,11 @@ class ServerConfig(DoorConfig):
         False,
         "a row's logits depend on its own tokens only, not on batch, chunking, cache hits or threads; checked at start",
     )
+    chat_template: str | None = flag(
+        None,
+        "a Jinja file, or the template itself, in place of the model's own; the same on both halves of a pair",
+        metavar="FILE",
+    )
     tool_call_parser: str = flag(
         "auto",
         "how the model writes calls of tools; auto: as its chat template does; the same on both halves of a pair",

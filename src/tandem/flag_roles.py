@@ -75,6 +75,7 @@ class Need:
 
 
 GENERATES = (  # flags that say something of how tokens are made, or become answers
+    "--chat-template",
     "--cuda-graph-max-bs",
     "--disable-cuda-graph",
     "--enable-mixed-chunk",

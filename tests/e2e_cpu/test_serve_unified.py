@@ -262,6 +262,28 @@ def test_a_port_that_is_taken_is_one_line(server: Server) -> None:
     assert "--port" in line
 
 
+def test_chats_are_rendered_by_the_template_that_was_given_on_both_halves_of_a_pair(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.role }}> {{ m.content }}{% endfor %}")
+    with cluster(prefills=1, decodes=1, flags=["--chat-template", str(tmp_path / "own.jinja")]) as it:
+        assert it.router is not None
+        usual = {"model": "tandem/mini", "max_tokens": 8, "temperature": 0}
+        chat = it.router.call(
+            "POST", "/v1/chat/completions", usual | {"messages": [{"role": "user", "content": PROMPT}]}
+        )
+        plain = it.router.call("POST", "/v1/completions", usual | {"prompt": f"<user> {PROMPT}"})
+    assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    assert chat["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+def test_a_template_that_cannot_be_compiled_is_one_line_and_leaves_nothing_running() -> None:
+    (port,) = free_ports(1)
+    served = run_tandem("serve", "tandem/mini", "--port", str(port), "--chat-template", "{% for m in messages %}")
+    assert served.returncode == 1
+    (line,) = error_lines(served.stderr)
+    assert "--chat-template" in line
+    assert not is_open(port)
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors", "architecture", "weights"])
 def test_a_broken_model_directory_is_one_line_and_leaves_nothing_running(missing: str, tmp_path: Path) -> None:
     model = tmp_path / "model"

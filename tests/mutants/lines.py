@@ -1742,6 +1742,14 @@ OTHERS = (
         "simulator/test_whole_torch.py::test_a_pair_says_what_one_engine_says_and_the_same_seed_gives_the_same_bytes",
     ),
     Break(
+        "a_given_chat_template_is_not_used",
+        "server/api/process.py",
+        "template=model.chat_template)",
+        'template="")',
+        "e2e_cpu/test_serve_unified.py::"
+        "test_chats_are_rendered_by_the_template_that_was_given_on_both_halves_of_a_pair",
+    ),
+    Break(
         "simulated_servers_tell_where_the_code_is",
         "simulator/whole/cluster.py",
         "model_path=MODEL_HERE,",

@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("prefill_delayer_forward_passes_buckets", "prefill_delayer_wait_seconds_buckets"),
     ),
     "what is asked and answered": (
-        *("tool_call_parser", "reasoning_parser", "sampling_defaults"),
+        *("chat_template", "tool_call_parser", "reasoning_parser", "sampling_defaults"),
         *("max_stored_responses", "stored_responses_max_bytes", "is_embedding"),
     ),
     "which server gets a request": (

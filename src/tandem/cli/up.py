@@ -31,7 +31,7 @@ OURS = {
 # What both halves of a pair have to understand alike.
 ALIKE = (
     *("dtype", "page_size", "context_length", "served_model_name"),
-    *("tool_call_parser", "reasoning_parser", "sampling_defaults"),
+    *("chat_template", "tool_call_parser", "reasoning_parser", "sampling_defaults"),
 )
 
 

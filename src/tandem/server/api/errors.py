@@ -83,7 +83,7 @@ RULES: dict[Code, ErrorRule] = {
         400, False, "edge or router", "leave out the field named in `param`; this server cannot do it"
     ),
     Problem.NO_CHAT_TEMPLATE: ErrorRule(
-        400, False, "edge", "use /v1/completions, or add chat_template.jinja to the model directory"
+        400, False, "edge", "use /v1/completions, or start the server with --chat-template"
     ),
     Problem.MODEL_NOT_FOUND: ErrorRule(404, False, "edge or router", "GET /v1/models lists the served model"),
     Problem.WRONG_TASK: ErrorRule(

@@ -28,6 +28,7 @@ class ModelFacts(Struct):
     dtype: str
     num_pages: int = 0  # until the node is ready
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # those that the server was told to take
+    chat_template: str = ""  # in place of the model's own
     task: Task = Task.TOKENS
     dimensions: int = 0  # of an embedding
     is_encoder: bool = False

@@ -471,7 +471,7 @@ def ready_line(config: ServerConfig, listeners: Listeners) -> str:
 
 def load_tokenizer(model: ModelFacts) -> Tokenizer:
     try:
-        return Tokenizer(Path(model.model_path))
+        return Tokenizer(Path(model.model_path), template=model.chat_template)
     except Exception as error:  # the tokenizers library raises bare exceptions for a broken file
         raise ServerFailure(f"cannot load the tokenizer of {model.model_path}: {error}") from error
 

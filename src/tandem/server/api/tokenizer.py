@@ -47,8 +47,11 @@ class RenderedChat(NamedTuple):
 class Tokenizer:
     """The tokenizer of one model, loaded once; every method but the constructor may be called from any thread."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises `ValueError` with a remedy when the directory holds no usable tokenizer."""
+    def __init__(self, directory: Path, *, template: str = "") -> None:
+        """Raises `ValueError` with a remedy when the directory holds no usable tokenizer.
+
+        template: for chats, in place of those of the directory.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{path} does not exist: save the model with its fast tokenizer (tokenizer.json)")
@@ -60,7 +63,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._config = read_json(directory / "tokenizer_config.json")
         self.special_tokens = special_tokens(self._config)
-        self.templates = read_templates(directory, self._config)
+        self.templates = given_template(template) if template else read_templates(directory, self._config)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(
             id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
@@ -299,6 +302,15 @@ def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}
     return {}
+
+
+def given_template(source: str) -> dict[str, str]:
+    """Why compiled at once: a model may bring a template that nobody uses, but who gives one wants it."""
+    try:
+        environment().from_string(source)
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(f"--chat-template cannot be compiled: {error}") from None
+    return {"default": source}
 
 
 def byte_alphabet() -> dict[str, int]:
