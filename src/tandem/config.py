@@ -6,7 +6,6 @@ SGLang's where it has them.
 
 import os
 from dataclasses import dataclass, fields
-from ipaddress import ip_network
 from itertools import pairwise
 from math import inf
 from typing import Any, Literal  # Any: values of dataclass metadata, whose shape the standard library leaves open
@@ -14,7 +13,7 @@ from typing import Any, Literal  # Any: values of dataclass metadata, whose shap
 from tandem import kv_events_config, otlp, several_hosts, storage_config
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_SHARDS, MAX_TIMEOUT_SECONDS, PAGE_TOKENS, Cut
-from tandem.door_config import DOOR_RULES, TOO_LATE, ConfigRule, DoorConfig, flag
+from tandem.door_config import DOOR_RULES, TOO_LATE, ConfigRule, DoorConfig, flag, is_network
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
 from tandem.engine.quantization_names import QUANTIZATIONS
 from tandem.several_hosts import is_loopback
@@ -624,14 +623,6 @@ def optimistic_wishes(config: ServerConfig) -> set[str]:
     by_number = (("retry", retries), ("park", attempts))
     wishes = {policy if number > 0 else "off" for policy, number in by_number if number is not None}
     return wishes | ({config.optimistic_prefill_policy} if config.optimistic_prefill_policy is not None else set())
-
-
-def is_network(text: str) -> bool:
-    try:
-        ip_network(text)
-    except ValueError:
-        return False
-    return True
 
 
 def local_prefill_tokens(text: str) -> int | None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
 from tandem.core.values import MAX_TIMEOUT_SECONDS
@@ -53,6 +54,12 @@ class DoorConfig:
         "localhost (default: on loopback the machine's own names, else any); may be repeated",
         metavar="NAME",
     )
+    debug_host: tuple[str, ...] = flag(
+        (),
+        "a network from which debug pages may be asked, with the admin key (default: this machine only); may be "
+        "repeated",
+        metavar="CIDR",
+    )
     allowed_origins: tuple[str, ...] = flag(
         (),
         "a web page of this origin (https://NAME[:PORT], or * for any) may use the API (default: none may); may be "
@@ -83,9 +90,21 @@ def is_origin(text: str) -> bool:
     return text in ("*", "null") or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", text) is not None
 
 
+def is_network(text: str) -> bool:
+    try:
+        ip_network(text)
+    except ValueError:
+        return False
+    return True
+
+
 TOO_LATE = f"timeouts are at most {MAX_TIMEOUT_SECONDS:g} seconds: no request may have more"
 
 DOOR_RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(
+        lambda c: not all(map(is_network, c.debug_host)),
+        "--debug-host takes networks, such as 10.1.0.0/16 or 10.1.2.3, without bits behind the prefix",
+    ),
     ConfigRule(
         lambda c: c.max_stored_responses < 0 or c.stored_responses_max_bytes < 0,
         "--max-stored-responses and --stored-responses-max-bytes must not be negative",

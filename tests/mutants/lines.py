@@ -1742,6 +1742,20 @@ OTHERS = (
         "simulator/test_whole_torch.py::test_a_pair_says_what_one_engine_says_and_the_same_seed_gives_the_same_bytes",
     ),
     Break(
+        "debug_pages_are_open_to_a_network_without_a_key",
+        "server/keys.py",
+        "if config.debug_host and not any(keys.values()):",
+        "if config.debug_host and not keys:",
+        "unit/test_keys.py::test_debug_pages_are_opened_to_a_network_only_with_a_key",
+    ),
+    Break(
+        "debug_pages_are_not_opened_to_a_network",
+        "server/api/access.py",
+        "any(number in network for network in self.debug_from)",
+        "any(number in network for network in self.debug_from[:1])",
+        "unit/test_access.py::test_debug_pages_are_for_a_named_network_too_with_the_key",
+    ),
+    Break(
         "a_given_chat_template_is_not_used",
         "server/api/process.py",
         "template=model.chat_template)",

@@ -179,7 +179,7 @@ def test_several_keys_open_alike_and_a_piece_of_the_list_is_none() -> None:
 # --- machine ---------------------------------------------------------------------------------------------------------
 
 
-def far_away(target: str, headers: dict[str, str]) -> int:
+def far_away(target: str, headers: dict[str, str], **config: Any) -> int:
     """The status that a client on another machine gets."""
     scope = {
         "type": "http",
@@ -198,7 +198,7 @@ def far_away(target: str, headers: dict[str, str]) -> int:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    asyncio.run(world(answers=ANSWERS, enable_fault_injection=True).app(scope, receive, send))
+    asyncio.run(world(answers=ANSWERS, enable_fault_injection=True, **config).app(scope, receive, send))
     return statuses[0]
 
 
@@ -209,6 +209,17 @@ PRETENCES = [{}, {"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=127.0.0.1"
 @pytest.mark.parametrize("page", DEBUG)
 def test_debug_pages_are_for_this_machine_whatever_a_header_says(page: str, pretence: dict[str, str]) -> None:
     assert far_away(page, pretence) == 403
+
+
+@pytest.mark.parametrize("page", DEBUG)
+def test_debug_pages_are_for_a_named_network_too_with_the_key(page: str) -> None:
+    with_key = {"authorization": "Bearer boss"}
+    near = {"admin_api_key": "boss", "debug_host": ("192.168.0.0/16", "10.1.0.0/16")}
+    assert far_away(page, with_key, **near) == 200
+    assert far_away(page, {}, **near) == 401
+    assert far_away(page, with_key | {"x-forwarded-for": "10.1.2.3"}, **near) == 403
+    assert far_away(page, with_key, **near | {"debug_host": ("10.2.0.0/16",)}) == 403
+    assert far_away(page, {}, debug_host=("10.1.0.0/16",)) == 403  # as nobody could start it
 
 
 @pytest.mark.parametrize("page", DEBUG)

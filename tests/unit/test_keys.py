@@ -30,6 +30,13 @@ def keys_of(config: ServerConfig, environment: Mapping[str, str] | None = None) 
     return (with_keys(config, environment or {}).api_key or "").splitlines()
 
 
+def test_debug_pages_are_opened_to_a_network_only_with_a_key(tmp_path: Path) -> None:
+    config = ServerConfig(model="m", debug_host=("10.1.0.0/16",))
+    with pytest.raises(KeyProblem, match="--debug-host needs an admin key"):
+        with_keys(config, {})
+    assert with_keys(config, {"TANDEM_ADMIN_API_KEY": "boss"}).debug_host
+
+
 def test_a_file_has_one_key_per_line_and_comments(tmp_path: Path) -> None:
     path = key_file(tmp_path, "# of the web front\none\n\n   two \r\n#three\nfour#five\n")
     made = with_keys(ServerConfig(model="m", api_key_file=path, admin_api_key_file=path), {})

@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_tree_size",
     ),
     "who may ask": (
-        *("admin_api_key", "admin_api_key_file", "allowed_host"),
+        *("admin_api_key", "admin_api_key_file", "debug_host", "allowed_host"),
         *("allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers"),
     ),
     "deadlines": (

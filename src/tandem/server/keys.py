@@ -27,6 +27,8 @@ class Keyed(Protocol):
     """A configuration with keys; `api_key` and `admin_api_key` hold one or more, one per line."""
 
     @property
+    def debug_host(self) -> tuple[str, ...]: ...
+    @property
     def api_key(self) -> str | None: ...
     @property
     def admin_api_key(self) -> str | None: ...
@@ -65,6 +67,8 @@ def with_keys(config: Config, environment: Mapping[str, str] = os.environ) -> Co
         "api_key": key_text("--api-key", config.api_key, config.api_key_file, environment),
         "admin_api_key": key_text("--admin-api-key", config.admin_api_key, config.admin_api_key_file, environment),
     }
+    if config.debug_host and not any(keys.values()):
+        raise KeyProblem("--debug-host needs an admin key: debug pages would be everybody's there")
     return replace(config, **keys, api_key_file=None, admin_api_key_file=None)  # type: ignore[type-var]  # a dataclass
 
 

@@ -7,7 +7,8 @@ A request is refused by the first of these that it fails:
     browser   where no API key is set: a web page must not reach the server through the browser of somebody who can.
               A browser says so itself (`Sec-Fetch-Site`, `Origin`). A page whose host was made to resolve to this
               machine gives itself away by the name in `Host`
-    machine   debug pages: the connection comes from this machine, and not through a proxy on it
+    machine   debug pages: the connection comes from this machine, or with a key from a network of `--debug-host`, and
+              not through a proxy there
 
 Pages are looked up by the whole of the decoded path, the one that is routed by (never by `request.url`, which is put
 together from what the client says). What is not in the table needs the API key, so a forgotten page is not open.
@@ -19,6 +20,7 @@ import socket
 import time
 from dataclasses import dataclass
 from enum import Enum
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -27,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.core.values import Cause
 from tandem.server.api.errors import Failure, Problem
 from tandem.server.api.gate import error_response, request_id_of
-from tandem.server.api.hosts import is_loopback
+from tandem.server.api.hosts import is_loopback, number_of
 from tandem.server.api.tenant import given_key
 from tandem.server.exposure import Reachable, is_number, listens_on_loopback
 from tandem.server.keys import KeyRing
@@ -37,7 +39,7 @@ class Access(Enum):
     OPEN = "open"  # probes and scrapers have no keys
     USER = "user"
     ADMIN = "admin"
-    LOCAL = "local"  # the admin key, and on the server's own machine only
+    LOCAL = "local"  # the admin key, and on the server's own machine only, or from `--debug-host`
     OPERATOR = "operator"  # the admin key, or where there is none on the server's own machine: who gets prompts
 
 
@@ -76,6 +78,7 @@ class AccessRules:
     allowed: frozenset[str]  # host names that pages may have been loaded from
     names: frozenset[str] | None  # that a client without a key may call this server by; None: any
     origins: frozenset[str] = frozenset()  # whose pages may use what is for users; `*`: all
+    debug_from: tuple[IPv4Network | IPv6Network, ...] = ()  # besides this machine, for who holds the key
 
     @classmethod
     def of(cls, config: Reachable) -> "AccessRules":
@@ -84,7 +87,8 @@ class AccessRules:
         own = {config.host, socket.gethostname(), socket.gethostname().partition(".")[0], "localhost"}
         checks_names = not user and (bool(allowed) or listens_on_loopback(config.host))
         names = allowed | frozenset(map(bare_name, own)) if checks_names else None
-        return cls(user, KeyRing(config.admin_api_key), allowed, names, frozenset(config.allowed_origins))
+        debug_from = tuple(map(ip_network, config.debug_host))
+        return cls(user, KeyRing(config.admin_api_key), allowed, names, frozenset(config.allowed_origins), debug_from)
 
     def refusal(self, scope: Scope, headers: Headers) -> Failure | None:
         """Why this request is not answered."""
@@ -100,8 +104,9 @@ class AccessRules:
             return Failure(Problem.METHOD_NOT_ALLOWED, f"GET {path} needs an admin key: use POST")
         elif not self.user and (failure := self._browser_refusal(headers, access)) is not None:
             return failure
-        if access is Access.LOCAL and not is_local(scope, headers):
-            return Failure(Problem.FORBIDDEN, "debug endpoints answer on the server's own machine only")
+        if access is Access.LOCAL and not (is_local(scope, headers) or (keys and self._may_debug(scope, headers))):
+            detail = "debug endpoints answer on the server's own machine only, and to --debug-host with a key"
+            return Failure(Problem.FORBIDDEN, detail)
         if access is Access.OPERATOR and not self.admin and not is_local(scope, headers):
             return Failure(Problem.FORBIDDEN, "without an admin key workers change on the router's own machine only")
         return None
@@ -116,6 +121,10 @@ class AccessRules:
             case Access.ADMIN | Access.LOCAL | Access.OPERATOR:
                 ring = self.admin or self.user
                 return (ring,) if ring else ()
+
+    def _may_debug(self, scope: Scope, headers: Headers) -> bool:
+        number = number_of(client_of(scope, headers) or "")
+        return number is not None and any(number in network for network in self.debug_from)
 
     def _browser_refusal(self, headers: Headers, access: Access) -> Failure | None:
         host = headers.get("host", "")  # who sends none is no browser
@@ -225,11 +234,17 @@ def malformed_host(headers: Headers) -> str | None:
 
 
 def is_local(scope: Scope, headers: Headers) -> bool:
-    """By the peer of the socket, never by what a header says of it; a proxy on this machine speaks for others."""
+    client = client_of(scope, headers)
+    return client is not None and (not client or is_loopback(client))
+
+
+def client_of(scope: Scope, headers: Headers) -> str | None:
+    """Its address, by the peer of the socket, never by what a header says of it; empty: a unix socket. None: a proxy,
+    which speaks for others, wherever it is."""
     if any(name in headers for name in PROXY_HEADERS):
-        return False
+        return None
     client = scope.get("client")
-    return client is None or is_loopback(client[0])  # None: a unix socket
+    return "" if client is None else client[0]
 
 
 def bare_name(host: str) -> str:
