@@ -1756,6 +1756,13 @@ OTHERS = (
         "unit/test_access.py::test_debug_pages_are_for_a_named_network_too_with_the_key",
     ),
     Break(
+        "a_probe_is_more_urgent_than_users",
+        "server/api/ops.py",
+        "limits.unsaid_priority or 0  # nobody gives way to it",
+        "0",
+        "unit/test_api_priority.py::test_a_probe_is_as_urgent_as_who_says_nothing",
+    ),
+    Break(
         "a_given_chat_template_is_not_used",
         "server/api/process.py",
         "template=model.chat_template)",

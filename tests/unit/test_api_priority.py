@@ -52,6 +52,13 @@ def test_who_says_none_is_the_least_urgent(low_first: bool, least: int) -> None:
     assert list(heard.values()) == [least, least]
 
 
+def test_a_probe_is_as_urgent_as_who_says_nothing() -> None:
+    w, heard = asked(enable_priority_scheduling=True)
+    with w.http() as http:
+        assert http.get("/health_generate").status_code == 200
+    assert list(heard.values()) == [MIN_INT]
+
+
 def test_all_samples_of_a_request_have_its_priority() -> None:
     w, heard = asked(enable_priority_scheduling=True)
     assert post(w, "/v1/completions", {"prompt": ["x", "y"], "n": 2, "priority": 4})[0] == 200

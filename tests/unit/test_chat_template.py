@@ -45,6 +45,14 @@ def test_what_is_no_template_is_refused_before_anything_starts(tmp_path: Path, n
         template_of(tmp_path, str(tmp_path / name))
 
 
+def test_the_home_of_nobody_is_refused_too_and_only_the_first_host_reads_it(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with pytest.raises(CommandFailed, match="--chat-template ~nobody-here/x"):
+        template_of(tmp_path, "~nobody-here/x")
+    follower = ServerConfig(model=str(tmp_path), chat_template="~nobody-here/x", nnodes=2, node_rank=1)
+    assert read_facts(tmp_path, follower).chat_template == ""
+
+
 def test_it_wins_over_all_templates_of_the_model(tmp_path: Path) -> None:
     made(tmp_path, {"chat_template": [{"name": "tool_use", "template": "tools"}]}, template_file="file")
 

@@ -143,10 +143,10 @@ def read_chat_template(given: str | None) -> str:
     """What `--chat-template` names, or is, as vLLM has it. Raises CommandFailed."""
     if given is None or "{" in given:
         return given or ""
-    path = Path(given).expanduser()
     try:
+        path = Path(given).expanduser()
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # the last: of somebody whose home is not known
         raise CommandFailed(f"--chat-template {given} cannot be read: {error}") from error
     if path.suffix == ".json" or "{" not in text:  # SGLang's form of conversations, or a text that says nothing of them
         raise CommandFailed(f"--chat-template {given} is no Jinja template")
@@ -180,7 +180,7 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
         eos_token_ids=frozenset(model.eos_ids),
         dtype=config.dtype if config.dtype != "auto" else str(model.stored_dtype or "auto"),
         sampling_defaults=defaults,
-        chat_template=read_chat_template(config.chat_template),
+        chat_template="" if config.node_rank else read_chat_template(config.chat_template),
         task=task_of(model),
         dimensions=model.hidden_size,
         is_encoder=model.encoder is not None,

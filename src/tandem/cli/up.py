@@ -32,6 +32,7 @@ OURS = {
 ALIKE = (
     *("dtype", "page_size", "context_length", "served_model_name"),
     *("chat_template", "tool_call_parser", "reasoning_parser", "sampling_defaults"),
+    *("enable_priority_scheduling", "schedule_low_priority_values_first"),
 )
 
 

@@ -402,4 +402,5 @@ def probe(tokenizer: Tokenizer, limits: ModelLimits) -> SampleRequest:
     rid = f"health-{uuid.uuid4().hex}"
     vector = None if limits.task is Task.TOKENS else VectorParams()
     params = GenerationParams(sampling, None, 1, 1, (), False, True, vector)
-    return SampleRequest(0, 0, prompt, params, sampling, 1, rid, (rid,), PeerParams(), tenant_of("", None), HEALTH_NS)
+    pair, tenant, priority = PeerParams(), tenant_of("", None), limits.unsaid_priority or 0  # nobody gives way to it
+    return SampleRequest(0, 0, prompt, params, sampling, 1, rid, (rid,), pair, tenant, HEALTH_NS, priority=priority)

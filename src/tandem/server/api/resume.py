@@ -1,7 +1,7 @@
 """A stream that goes on elsewhere: what a decode tells its router beside the answer, and what the next pair is asked.
 
-    router -> both halves   head `x-tandem-resume`: tell me, if this stream can be resumed
-    decode -> router        head `x-tandem-resumable`: the body comes in frames
+    router -> both halves   head `x-tandem-resume-2`: tell me, if this stream can be resumed
+    decode -> router        head `x-tandem-resumable-2`: the body comes in frames
     frame                   one line of JSON (`ResumeFrame`), then so many bytes of the answer as it says
     piece                   what a frame says of one choice; int32 little endian: choice, kind, how many numbers, these
     router -> the next pair `tandem_resume` in the body (`Resume`): all that the frames have told
@@ -33,8 +33,8 @@ from msgspec import Meta, Struct
 from tandem.core.commands import FinishReason
 from tandem.server.api.bounds import MAX_INT, MAX_SAMPLES
 
-ASKS = "x-tandem-resume"
-TELLS = "x-tandem-resumable"
+ASKS = "x-tandem-resume-2"  # the number is that of the form of frames: who has another one is not asked
+TELLS = "x-tandem-resumable-2"
 FIELD = "tandem_resume"
 NUMBER_BYTES = 4
 PIECE_HEAD = 3  # numbers

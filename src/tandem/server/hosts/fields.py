@@ -10,6 +10,7 @@ from tandem.config import HEARTBEAT_INTERVAL, HEARTBEAT_MAX_FAILURE, ServerConfi
 OF_ONE_HOST = frozenset(
     {"host", "port", "disaggregation_bootstrap_port", "node_rank", "dist_init_addr"}
     | {"api_key", "api_key_file", "admin_api_key", "admin_api_key_file", "cluster_secret_file"}
+    | {"chat_template"}  # chats are rendered where clients speak
     | {"log_format", "flight_record", "flight_record_max_bytes", "fault_records", "cpu_threads"}
 )
 
