@@ -100,6 +100,8 @@ class World:
         secret = Path("secret")
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
+        Path(servers.MODEL_HERE).unlink(missing_ok=True)  # another world may have been here
+        Path(servers.MODEL_HERE).symlink_to(servers.MODEL)
         self.cluster: Cluster = make_cluster(options, str(secret))
         self.memories = Memories(self.kernel, Random(f"memory {options.seed}"))
         self.disk = Disk(self.kernel, options.disk, Random(f"disk {options.seed}"))
@@ -503,5 +505,4 @@ def run_seed(
 def run_options(options: Options, trace: Callable[[str], None] | None = None, *, watches: bool = False) -> SeedResult:
     """In a folder of its own, whose name no server hears: servers tell their flags, and where their model is."""
     with tempfile.TemporaryDirectory(prefix="tandem-whole-") as folder, chdir(folder):
-        Path(servers.MODEL_HERE).symlink_to(servers.MODEL)
         return World(options, watches=watches).run(trace)
