@@ -13,7 +13,7 @@ def windows_pass_nothing() -> Iterator[None]:
         yield
 
 
-@mutant(10_002, "S5")
+@mutant(10_014, "S5")
 def cached_prefixes_are_used_whatever_they_have_lost() -> Iterator[None]:
     def num_usable(windows, tree, pool, pages, below=()):
         return len(pages) + len(below)
