@@ -6,9 +6,13 @@ import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import FinishRequest
-from tandem.core.events import BatchReturned, PagesLanded
+from tandem.core.events import AbortRequested, BatchReturned, PagesLanded
+from tandem.core.request import Request
+from tandem.core.scheduler import node as stepping
+from tandem.core.scheduler.priorities import gives_way
 from tandem.core.scheduler.queue_policy import LOOK_AHEAD, candidates
-from tandem.core.scheduler.request_state import State, WaitingFor
+from tandem.core.scheduler.request_state import Progress, State, WaitingFor
+from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import OptimisticPolicy
 from tandem.core.values import SECOND, Cause, RequestId
 
@@ -283,6 +287,91 @@ def test_nobody_gives_way_for_a_slot_that_is_about_to_be_free() -> None:
     assert State.RETRACTING not in (node.state_of(long), node.state_of(short))
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_gives_way_whose_last_token_is_being_sampled(depth: int) -> None:
+    """It is a member still: nothing has been planned since."""
+    world = World()
+    node = world.unified(max_running=1, window_depth=depth, **FIRST)
+    (low,) = running(world, node, 0)
+    progress = node.progress(low)
+    world.run_until(lambda: progress.generated + progress.pending >= LOW["max_new_tokens"])
+    assert low in node.state.micro_batches.members
+    node.holds.add(BatchReturned)
+    high = world.submit(node, prompt_len=20, seed=3, priority=1)
+    world.run()
+    assert node.state_of(low) is State.RUNNING
+    node.release()
+    world.run()
+    assert (list(node.ended), node.state.counters.retractions) == ([low, high], 0)
+    assert_nothing_is_held(node)
+
+
+def test_what_is_kept_free_for_one_that_leaves_is_free_with_it() -> None:
+    """Of 7 pages it has 2 and another one 3. The newcomer wants 2, and 2 more for what it and the other one may say."""
+    world = World()
+    node = world.unified(num_pages=7, conservativeness=1.0, prefix_cache=False, window_depth=1, **FIRST)
+    (low,) = running(world, node, 0, prompt_len=33, max_new_tokens=14)
+    (last,) = running(world, node, 0, prompt_len=20, max_new_tokens=2)
+    node.holds.add(BatchReturned)
+    assert node.progress(last).pending == 1
+    num_tokens = 32 - (14 - node.progress(low).generated)
+    high = world.submit(node, prompt_len=20, max_new_tokens=num_tokens, seed=3, priority=1)
+    world.run()
+    assert node.state_of(low) is State.RUNNING
+    node.release()
+    world.run()
+    assert list(node.ended) == [last, low, high]
+    assert node.state.counters.retractions == 0
+
+
+def test_pages_of_one_that_has_ended_are_counted_as_they_come_back_with_its_batch() -> None:
+    """Of 16 pages the four have 3 each. One has been aborted, and one more has to go for a prompt of 8."""
+    world = World()
+    node = world.unified(num_pages=16, conservativeness=0.0, prefix_cache=False, **FIRST)
+    ids = running(world, node, 0, 0, 0, 0)
+    node.holds.add(BatchReturned)
+    world.send(node, AbortRequested(ids[3]))
+    world.run()
+    assert node.state_of(ids[3]) is State.DRAINING
+    world.submit(node, prompt_len=127, max_new_tokens=2, seed=3, priority=1)
+    world.run()
+    states = [node.state_of(request) for request in ids]
+    assert states == [State.RUNNING, State.RUNNING, State.RETRACTING, State.DRAINING]
+
+
+WINDOW = {"page_size": 4, "chunk_tokens": 8, "max_running": 2}
+PARTS = 8  # that a long prompt may need at one time, and 4 of these when it decodes
+
+
+@pytest.mark.parametrize(("num_free", "is_pushed"), [(PARTS - 1, False), (PARTS, True)])
+def test_nobody_gives_way_for_a_slot_without_the_parts_of_windows_that_the_newcomer_needs(
+    num_free: int, is_pushed: bool
+) -> None:
+    world = World()
+    node = world.unified(windows={"tokens": 10, "max_parts": num_free + 4}, **WINDOW, **FIRST)
+    (stays,) = running(world, node, 9)
+    (low,) = running(world, node, 0, prompt_len=7, max_new_tokens=5)
+    node.holds.add(BatchReturned)
+    high = world.submit(node, seed=3, priority=1)
+    world.run()
+    assert node.state_of(low) is (State.RETRACTING if is_pushed else State.RUNNING)
+    node.release()
+    world.run()
+    assert node.tokens[high] == expected_tokens(40, 4, seed=3)
+    assert [len(node.tokens[one]) for one in (stays, low)] == [30, 5]
+    assert_nothing_is_held(node)
+
+
+def test_who_runs_gives_way_for_the_parts_of_windows_that_it_has() -> None:
+    world = World()
+    node = world.unified(windows={"tokens": 10, "max_parts": PARTS + 3}, **WINDOW, **FIRST)
+    (low,) = running(world, node, 0)
+    high = world.submit(node, seed=3, priority=1)
+    world.run()
+    assert list(node.ended) == [high, low]
+    assert node.tokens[low] == expected_tokens(40, 30, seed=10)
+
+
 def test_when_pages_run_out_the_least_urgent_gives_way() -> None:
     world = World()
     node = world.unified(num_pages=9, conservativeness=0.0, **CALM)
@@ -343,6 +432,20 @@ def test_a_full_queue_gives_the_place_of_the_last_to_who_is_more_urgent() -> Non
     node.release()
     world.run()
     assert order_of_ends(node, [ids[0], ids[1], high]) == [1, 3, 2]
+
+
+def test_who_gives_its_place_is_asked_once_and_where_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ask(node: NodeState, newcomer: Request) -> Progress | None:
+        asked.append(newcomer.priority)
+        return gives_way(node, newcomer)
+
+    monkeypatch.setattr(stepping, "gives_way", ask)
+    world = World()
+    node = busy(world, max_queued=1, **CALM)
+    queued(world, node, {"priority": 3}, {"priority": 2}, {"priority": 4})
+    assert asked == [2, 4]
 
 
 def test_who_has_said_something_keeps_its_place_in_a_full_queue() -> None:
@@ -431,6 +534,45 @@ def test_halves_that_stand_in_opposite_orders_all_end() -> None:
         assert decode.tokens[right] == expected_tokens(40, 4, seed=seed)
     assert world.now < SECOND, "nobody waited for a timer"
     assert_nothing_is_held([prefill, decode])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimistic": OptimisticPolicy.RETRY, **CALM},
+        {"optimistic": OptimisticPolicy.PARK, "park_max_tokens": 200, **CALM},
+        {"optimistic": OptimisticPolicy.RETRY, "schedule_policy": "lof"},
+    ],
+)
+def test_urgent_prompts_that_no_decode_waits_for_keep_nobody_waiting_that_has_its_pages(
+    settings: dict[str, Any],
+) -> None:
+    """One that goes before it comes with every step, none of them can be READY before it has ended."""
+    world = World()
+    prefill = world.prefill(num_pages=400, **settings)
+    decode = world.decode(num_pages=16)
+    low = {"room": world.room(), "prompt_len": 200}
+    right = world.submit(decode, peer=prefill.address, **low)
+    world.run()
+    for number in range(200):
+        world.pair(prefill, decode, prompt_len=64, max_new_tokens=9, seed=10 + number, priority=1)
+        if number == 3:
+            world.submit(prefill, **low)
+        world.turn_all()
+    assert decode.tokens.get(right) == expected_tokens(200, 4, seed=1)
+    assert len(decode.ended) > 20
+
+
+@pytest.mark.parametrize("settings", [CALM, {"schedule_policy": "lof"}])
+def test_a_long_prompt_that_no_decode_waits_for_goes_on_behind_one_that_is_ready(settings: dict[str, Any]) -> None:
+    world = World()
+    prefill, decode = world.prefill(num_pages=200, window_depth=1, **settings), world.decode()
+    long = world.submit(prefill, room=7, prompt_len=2000, max_new_tokens=9, priority=1)
+    world.run_until(lambda: prefill.state_of(long) is State.COMPUTING)
+    ready = world.pair(prefill, decode, prompt_len=100, seed=3)
+    world.run_until(lambda: ready[1] in decode.ended)
+    assert prefill.progress(long).computed < 1000
+    assert decode.tokens[ready[1]] == expected_tokens(100, 4, seed=3)
 
 
 def test_who_holds_a_result_slot_is_found_behind_many_that_lack_one() -> None:

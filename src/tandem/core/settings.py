@@ -223,5 +223,10 @@ class NodeSettings(Struct, frozen=True):
     stash_ns: Nanos = Nanos(60 * SECOND)  # and how long one half is waited for where the other one is
 
     @property
+    def is_plain_fcfs(self) -> bool:
+        """Who came first is first, whatever requests say."""
+        return self.schedule_policy is SchedulePolicy.FCFS and self.priorities is None
+
+    @property
     def shards(self) -> tuple[ShardId, ...]:
         return self.cut.shards

@@ -5,7 +5,7 @@ from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
 from tandem.core.scheduler.page_tables import is_loading, matchable_pages, take_pages
 from tandem.core.scheduler.preemption import may_preempt, preempt
 from tandem.core.scheduler.prefetch import awaits_storage
-from tandem.core.scheduler.priorities import rank
+from tandem.core.scheduler.priorities import precedence
 from tandem.core.scheduler.queue_policy import candidates
 from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
 from tandem.core.scheduler.reserve import Reserve, expected_tokens
@@ -16,12 +16,12 @@ from tandem.core.scheduler.state import NodeState, enter, later, pages_for, prom
 def admit(node: NodeState) -> None:
     """Move queued requests on, in the order of the queue policy, until one does not fit.
 
-    Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve; it may push back who
-    runs and is much less urgent. One that lacks a result slot is passed over: those behind it may not need one
-    (sglang#26780: `continue`, not `break`). So is one whose prefix is on its way from storage, as long as the policy
-    has it, and one whose prefix another request is computing. The same with one that starts early: nobody waits for it,
-    so neither does it push parked requests out, nor keep back those behind it whose decode is READY. Other early ones
-    do not overtake it.
+    Stops at the first that lacks pages, a slot, or prompt tokens in the batches that may be launched (no overtaking),
+    so large requests cannot starve; it may push back who runs and is much less urgent. Passed over is one that lacks a
+    result slot, since those behind it may not need one (sglang#26780: `continue`, not `break`), one whose prefix is on
+    its way from storage, as long as the policy has it, and one whose prefix another request is computing. So is one
+    that starts early and lacks pages or a slot: nobody waits for it, so neither does it push parked requests out, nor
+    keep back those behind it whose decode is READY. Other early ones do not overtake it.
     """
     queue = node.queues[State.QUEUED]
     if not queue:
@@ -70,9 +70,9 @@ def admit(node: NodeState) -> None:
 
 
 def prompts_before(node: NodeState, newcomer: Progress) -> int:
-    """Tokens of prompts that have begun, without those of requests that are less urgent: they come after its own."""
+    """Tokens of prompts that have begun, without those that its own goes before."""
     begun = (*node.live(State.COMPUTING), *node.live(State.LOADING))
-    return sum(uncomputed(one) for one in begun if rank(node, one.request) <= rank(node, newcomer.request))
+    return sum(uncomputed(one) for one in begun if precedence(node, one) <= precedence(node, newcomer))
 
 
 def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor | None:

@@ -14,7 +14,7 @@ from tandem.core.scheduler.micro_batches import MicroBatch
 from tandem.core.scheduler.page_tables import make_room
 from tandem.core.scheduler.preemption import retract, victims
 from tandem.core.scheduler.prefill_delayer import is_fresh, prefill_gate
-from tandem.core.scheduler.priorities import most_urgent_first
+from tandem.core.scheduler.priorities import in_precedence
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
 from tandem.core.scheduler.state import NodeState, charge_stage_as_waiting, pages_for
 from tandem.core.scheduler.window_claims import take_parts
@@ -112,11 +112,11 @@ def prompt_budget(node: NodeState, *, others_wait: bool) -> int:
 
 
 def prompt_rows(node: NodeState, budget: int, *, may_begin: bool) -> tuple[Row, ...]:
-    """Spans of known tokens, of the most urgent and then the oldest requests, until the batch is as large as it may be.
-    What has begun goes on, whatever the gate says."""
+    """Spans of known tokens, in precedence and of equals of the oldest request first, until the batch is as large as it
+    may be. What has begun goes on, whatever the gate says."""
     rows: list[Row] = []
     most = node.settings.prompt_batch_max
-    for progress in most_urgent_first(node, node.live(State.COMPUTING)):
+    for progress in in_precedence(node, node.live(State.COMPUTING)):
         if budget <= 0 or len(rows) == most:
             break
         if progress.launched >= progress.length or (not may_begin and is_fresh(progress)):
@@ -158,18 +158,8 @@ def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
 
 
 def num_decodable(node: NodeState) -> int:
-    """Take those out of the decode sets whose last token is being sampled already; how many are left?"""
-    members = node.micro_batches.members
-    if not members:
-        return 0
-    done = [
-        progress
-        for progress in map(node.requests.__getitem__, members)
-        if progress.generated + progress.pending >= progress.request.max_new_tokens
-    ]
-    for progress in done:
-        node.micro_batches.leave(progress)
-    return len(members) - len(done)
+    node.micro_batches.leave_if_last(node.requests)
+    return node.micro_batches.num_members
 
 
 def next_decode(node: NodeState) -> DecodeTurn | None:

@@ -85,6 +85,16 @@ class MicroBatches:
             if progress.id in one.members:
                 one.leave(progress)
 
+    def leave_if_last(self, requests: Mapping[RequestId, Progress]) -> None:
+        """Take those out whose last token is being sampled already."""
+        done = [
+            progress
+            for progress in map(requests.__getitem__, self.members)
+            if progress.generated + progress.pending >= progress.request.max_new_tokens
+        ]
+        for progress in done:
+            self.leave(progress)
+
     def forget(self, request: RequestId) -> None:
         """The workers forget it, and with that where it was a member."""
         for one in self.each:

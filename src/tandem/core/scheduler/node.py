@@ -182,19 +182,25 @@ def handle(node: NodeState, event: Event) -> None:
 
 
 def arrive(node: NodeState, request: Request) -> None:
-    """Accept or refuse. A refused request owns nothing; its peer hears of it when it speaks of the room."""
+    """Accept or refuse. A refused request owns nothing; its peer hears of it when it speaks of the room.
+
+    A full queue takes in who is more urgent than somebody in it, who ends instead.
+    """
     if request.id in node.requests:
         return
     assert not (request.wants_vector and request.room is not None), "who wants a vector has no other half"
     assert request.wants_vector or not node.settings.whole_prompts, "an encoder has no next token"
-    refusal = refuse(node, request)
+    is_full = num_waiting(node) >= node.settings.max_queued
+    last = gives_way(node, request) if is_full else None
+    refusal = refuse(node, request, has_place=last is not None or not is_full)
     if refusal is not None:
         cause, detail = refusal
         node.out.append(FailRequest(request.id, cause, "intake", detail))
         decline_room(node, request, cause, detail)
         node.forgotten.append(request.id)
         return
-    make_room_in_queue(node, request)
+    if last is not None:
+        fail(node, last, Cause.QUEUE_FULL, "the queue is full, and a request of higher priority has come")
     side = create_side(node, request)
     state = State.QUEUED if isinstance(side, Local) else State.BOOTSTRAPPING
     deadline, hashes = Nanos(node.now + request.timeout_ns), list(request.page_hashes)
@@ -231,22 +237,15 @@ def await_ready(node: NodeState, progress: Progress, side: PrefillSide) -> None:
         enter(node, progress, Trigger.PEER_READY)
 
 
-def make_room_in_queue(node: NodeState, newcomer: Request) -> None:
-    """A full queue takes in who is more urgent than somebody in it, who ends instead."""
-    if num_waiting(node) >= node.settings.max_queued and (last := gives_way(node, newcomer)) is not None:
-        fail(node, last, Cause.QUEUE_FULL, "the queue is full, and a request of higher priority has come")
-
-
 def num_waiting(node: NodeState) -> int:
     return sum(len(node.queues[state]) for state in WAITING_STATES)
 
 
-def refuse(node: NodeState, request: Request) -> tuple[Cause, str] | None:
+def refuse(node: NodeState, request: Request, *, has_place: bool) -> tuple[Cause, str] | None:
     if node.draining:
         return Cause.DRAINING, SHUTTING_DOWN
-    waiting = num_waiting(node)
-    if waiting >= node.settings.max_queued and gives_way(node, request) is None:
-        return Cause.QUEUE_FULL, f"{waiting} requests are waiting"
+    if not has_place:
+        return Cause.QUEUE_FULL, f"{num_waiting(node)} requests are waiting"
     complaint = too_long(node, request)
     if complaint is not None:
         return Cause.CONTEXT_LENGTH_EXCEEDED, complaint

@@ -33,18 +33,13 @@ def take_pages(node: NodeState, progress: Progress, *, num_pages: int, match_pag
     """
     assert not progress.pages
     hashes = progress.hashes[:match_pages]
-    matched = node.tree.match(hashes) if node.settings.prefix_cache else []
-    below = worth_loading(node, progress, hashes[len(matched) :])
-    below = below[: node.pool.max_parts] if node.windows.are_there else below
-    num_found = node.windows.num_usable(node.tree, node.pool, matched, below)
-    matched, below = matched[:num_found], below[: max(0, num_found - len(matched))]
-    num_matched = len(matched)
+    matched, below = find_prefix(node, progress, hashes)
+    num_matched, num_found = len(matched), len(matched) + len(below)
     deepest = hashes[num_found - 1] if num_found else None
     if deepest is not None:
         node.tree.lock(deepest)
-    num_loading = sum(node.tree.nodes[page_hash].is_loading for page_hash in below)
-    wanted = num_pages - num_matched - num_loading
-    num_loads = len(below) - num_loading
+    num_loads = count_loads(node, below)
+    wanted = num_pages - num_found + num_loads
     lacks = wanted + reserve > node.pool.num_free + node.tree.num_evictable
     claims = not lacks and claim_parts(node, progress, num_pages, num_found, num_loads)
     if not claims or not make_room_copied(node, wanted):
@@ -68,6 +63,22 @@ def take_pages(node: NodeState, progress: Progress, *, num_pages: int, match_pag
     progress.computed = progress.launched = num_found * node.settings.page_size
     use_again(node, hashes[:num_matched])
     return True
+
+
+def find_prefix(
+    node: NodeState, progress: Progress, hashes: Sequence[PageHash]
+) -> tuple[list[PageId], Sequence[PageHash]]:
+    """How much of `hashes` may be used: pages on the device, and behind them those that have to be loaded, or are."""
+    matched = node.tree.match(hashes) if node.settings.prefix_cache else []
+    below = worth_loading(node, progress, hashes[len(matched) :])
+    below = below[: node.pool.max_parts] if node.windows.are_there else below
+    num_found = node.windows.num_usable(node.tree, node.pool, matched, below)
+    return matched[:num_found], below[: max(0, num_found - len(matched))]
+
+
+def count_loads(node: NodeState, below: Sequence[PageHash]) -> int:
+    """Those that have no page on the device yet."""
+    return sum(not node.tree.nodes[page_hash].is_loading for page_hash in below)
 
 
 def worth_loading(node: NodeState, progress: Progress, hashes: Sequence[PageHash]) -> Sequence[PageHash]:

@@ -4,19 +4,21 @@ Victims are the least urgent, of these those with the least output, and among eq
 least work. One request always stays, so that somebody can finish and give its pages back.
 
 Where priorities count, who runs is also pushed back for a newcomer that is more urgent by more than a threshold: so
-many, the least urgent and of these the newest first, as give it the slot and the pages that it lacks, or nobody. Who is
-pushed back can do the same to none that stands above it, and says at least one token more each time that it runs.
+many, the least urgent and of these the newest first, as give it the slot, the pages and the window parts that it lacks,
+or nobody. Who is pushed back can do the same to none that stands above it, and says at least one token more each time
+that it runs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.core.disagg.sides import Local
-from tandem.core.scheduler.page_tables import checkpoint, give_back_if_idle, matchable_pages
+from tandem.core.scheduler.page_tables import checkpoint, count_loads, find_prefix, give_back_if_idle, matchable_pages
 from tandem.core.scheduler.priorities import least_urgent_first, rank
 from tandem.core.scheduler.request_state import Progress, State, Trigger, is_early
 from tandem.core.scheduler.reserve import Reserve
 from tandem.core.scheduler.state import NodeState, enter, pages_for
+from tandem.core.scheduler.window_claims import claim_of, num_unclaimed
 from tandem.core.values import PageHash
 
 
@@ -58,6 +60,7 @@ def preempt(node: NodeState, newcomer: Progress, reserve: Reserve) -> bool:
     """Push back as many as let the newcomer in, as soon as their batches have returned, or nobody: False."""
     if node.settings.priorities is None or is_early(newcomer):
         return False
+    node.micro_batches.leave_if_last(node.requests)
     limit = rank(node, newcomer.request) + node.settings.priorities.preemption_threshold
     members = map(node.requests.__getitem__, node.micro_batches.members)
     outranked = [progress for progress in members if rank(node, progress.request) > limit]
@@ -65,17 +68,18 @@ def preempt(node: NodeState, newcomer: Progress, reserve: Reserve) -> bool:
     if not outranked:
         return False
     prefix = newcomer.hashes[: matchable_pages(node, newcomer)]
-    found = node.tree.match(prefix) if node.settings.prefix_cache else []
+    matched, below = find_prefix(node, newcomer, prefix)
+    found = prefix[: len(matched) + len(below)]
     if found:
-        node.tree.lock(prefix[len(found) - 1])
-    vacancy = Vacancy.of(node, newcomer, len(found), reserve)
+        node.tree.lock(found[-1])
+    vacancy = Vacancy.of(node, newcomer, len(found), count_loads(node, below), reserve)
     chosen: list[Progress] = []
     while not vacancy.fits(node, newcomer) and len(chosen) < len(outranked):
         vacancy.without(node, outranked[len(chosen)])
         chosen.append(outranked[len(chosen)])
     fits = vacancy.fits(node, newcomer)
     if found:
-        node.tree.unlock(prefix[len(found) - 1])
+        node.tree.unlock(found[-1])
     for progress in chosen if fits else ():
         retract(node, progress)
     return fits and bool(chosen)
@@ -83,35 +87,52 @@ def preempt(node: NodeState, newcomer: Progress, reserve: Reserve) -> bool:
 
 @dataclass(slots=True)
 class Vacancy:
-    """What a newcomer finds when some have left: those whose last batch is in flight anyway, and some who run."""
+    """What a newcomer finds when some have left: those whose last batch is in flight anyway, and some who run.
+
+    Not counted is what a transfer may still touch: when that comes back is for others to say.
+    """
 
     num_slots: int
     num_pages: int
+    num_parts: int  # of windows, on which nobody has a claim
     num_left: int  # who have a slot still
     lacks: int  # pages that the newcomer needs besides its cached prefix
+    claim: int  # window parts that it may need
     reserve: Reserve
     pins: dict[PageHash, int] = field(default_factory=dict[PageHash, int])  # as `PrefixTree.num_released` has it
 
     @classmethod
-    def of(cls, node: NodeState, newcomer: Progress, num_found: int, reserve: Reserve) -> "Vacancy":
-        """Its cached prefix is locked."""
-        used = node.num_slots_used
+    def of(cls, node: NodeState, newcomer: Progress, num_found: int, num_loads: int, reserve: Reserve) -> "Vacancy":
+        """Its cached prefix is locked, and some of it has to be loaded."""
+        used, num_pages = node.num_slots_used, pages_for(node, newcomer.length)
         vacancy = cls(
             node.settings.max_running - used,
             node.pool.num_free + node.tree.num_evictable,
+            num_unclaimed(node),
             used,
-            pages_for(node, newcomer.length) - num_found,
+            num_pages - num_found + num_loads,
+            claim_of(node, newcomer, num_pages, num_loads),
             Reserve(reserve.lacking, reserve.tokens),
         )
-        members = frozenset(node.micro_batches.members)
-        leaving = (progress for progress in node.live(State.RUNNING) if progress.id not in members)
-        for progress in (*node.live(State.RETRACTING), *leaving):
+        for progress in node.live(State.DRAINING):
+            if not progress.drains:
+                vacancy.take_back(node, progress)
+        for progress in node.live(State.RETRACTING):
             vacancy.vacate(node, progress)
+        members = frozenset(node.micro_batches.members)
+        for progress in node.live(State.RUNNING):
+            if progress.id not in members:  # its last token is being sampled
+                vacancy.without(node, progress)
         return vacancy
 
     def vacate(self, node: NodeState, progress: Progress) -> None:
         self.num_slots += 1
         self.num_left -= 1
+        self.take_back(node, progress)
+
+    def take_back(self, node: NodeState, progress: Progress) -> None:
+        """Pages and claim."""
+        self.num_parts += progress.window_claim
         self.num_pages += len(progress.pages) - progress.inserted
         if progress.locked is not None:
             self.num_pages += node.tree.num_released(progress.locked, self.pins)
@@ -123,4 +144,5 @@ class Vacancy:
 
     def fits(self, node: NodeState, newcomer: Progress) -> bool:
         reserve = self.reserve.pages(node, newcomer) if self.num_left else 0
-        return self.num_slots > 0 and self.lacks + reserve <= self.num_pages
+        has_pages = self.lacks + reserve <= self.num_pages and self.claim <= self.num_parts
+        return self.num_slots > 0 and has_pages

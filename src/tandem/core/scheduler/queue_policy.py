@@ -1,4 +1,7 @@
-"""In which order queued requests are looked at in one pass of admission: by priority, then as the policy has it.
+"""In which order queued requests are looked at in one pass of admission.
+
+A prefill half to which no decode has said READY comes behind all others, then counts priority, then what the policy
+says. Under plain `fcfs` nothing counts but the queue.
 
 `fcfs` takes them as they stand in the queue, where who was pushed back stands first. `lpm` orders the first so many of
 them by how much of their prompt is cached, so a long queue costs no more than a short one; `lof` orders all by the
@@ -7,9 +10,9 @@ before all others of its priority, in queue order: so nobody waits without an en
 
 Priority is strict. Who is less urgent than all who come waits until there are fewer of those, or ends at its deadline.
 
-The order decides who gets slots, pages and result slots first; never who waits for whom. A prefill half to which no
-decode has said READY blocks nobody and gives way to those that are READY, however urgent it is: so the halves of a pair
-may stand in different orders.
+The order decides who gets slots, pages and result slots first; never who waits for whom. A half that is not READY
+blocks nobody and gives way to those that are, however urgent it is: so the halves of a pair may stand in different
+orders.
 """
 
 import heapq
@@ -18,7 +21,7 @@ from itertools import islice
 from typing import Protocol
 
 from tandem.core.disagg.sides import PrefillSide
-from tandem.core.scheduler.priorities import rank
+from tandem.core.scheduler.priorities import precedence
 from tandem.core.scheduler.request_state import Progress, State
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, SchedulePolicy
@@ -38,12 +41,12 @@ class FirstCome:
         queue = node.queues[State.QUEUED]
         if node.settings.priorities is None:
             return list(islice(queue, LOOK_AHEAD))
-        return heapq.nsmallest(LOOK_AHEAD, queue, key=lambda request: rank(node, node.requests[request].request))
+        return heapq.nsmallest(LOOK_AHEAD, queue, key=lambda request: precedence(node, node.requests[request]))
 
 
 class LongestPrefix:
     def first(self, node: NodeState) -> list[RequestId]:
-        def key(request: RequestId) -> tuple[int, int, int]:
+        def key(request: RequestId) -> tuple[bool, int, bool, int]:
             progress = node.requests[request]
             return place(node, progress, -num_cached(node, progress))
 
@@ -52,7 +55,7 @@ class LongestPrefix:
 
 class LongestOutput:
     def first(self, node: NodeState) -> list[RequestId]:
-        def key(request: RequestId) -> tuple[int, int, int]:
+        def key(request: RequestId) -> tuple[bool, int, bool, int]:
             progress = node.requests[request]
             return place(node, progress, -progress.request.max_new_tokens)
 
@@ -86,11 +89,10 @@ def has_taker(progress: Progress) -> bool:
     return isinstance(progress.side, PrefillSide) and progress.side.is_ready
 
 
-def place(node: NodeState, progress: Progress, key: int) -> tuple[int, int, int]:
+def place(node: NodeState, progress: Progress, key: int) -> tuple[bool, int, bool, int]:
     """Smaller is first. The key tells those apart who can wait."""
-    return (
-        (rank(node, progress.request), 0, 0) if is_overdue(node, progress) else (rank(node, progress.request), 1, key)
-    )
+    can_wait = not is_overdue(node, progress)
+    return *precedence(node, progress), can_wait, key if can_wait else 0
 
 
 def is_overdue(node: NodeState, progress: Progress) -> bool:

@@ -11,7 +11,7 @@ the same peer are told apart when they pull (`core/disagg/shared_pull.py`).
 
 from tandem.core.disagg.sides import DecodeSide
 from tandem.core.scheduler.page_tables import reusable_tokens
-from tandem.core.scheduler.priorities import rank
+from tandem.core.scheduler.priorities import precedence
 from tandem.core.scheduler.request_state import Progress, State, num_shared
 from tandem.core.scheduler.state import NodeState, pages_for
 
@@ -37,7 +37,7 @@ def awaits_prefix(node: NodeState, progress: Progress, computing: list[Progress]
         return False
     most = min(len(progress.hashes), reusable_tokens(progress) // node.settings.page_size)
     for other in computing:
-        if rank(node, other.request) > rank(node, progress.request):
+        if precedence(node, other) > precedence(node, progress):
             continue  # others may come before it without an end
         first, last = other.inserted, min(most, num_full(node, other))
         if first < last and progress.hashes[first] == other.hashes[first]:

@@ -17,12 +17,25 @@ def claim_parts(node: NodeState, progress: Progress, num_pages: int, num_found: 
     """It gets a page table of so many pages, with a cached prefix, part of which has to be loaded: is there room for
     what it may need at one time? Then that is its claim, and what it sees of the prefix stays.
     """
-    windows, pool = node.windows, node.pool
+    claim = claim_of(node, progress, num_pages, num_loads)
+    if claim > num_unclaimed(node):
+        return False
+    windows = node.windows
+    if windows.are_there:
+        sends = isinstance(progress.side, PrefillSide)
+        first = 0 if sends else windows.first_seen(num_found * node.settings.page_size)
+        windows.pin(progress.hashes[first:num_found])
+        progress.window_from, progress.window_claim = first, claim
+    return True
+
+
+def claim_of(node: NodeState, progress: Progress, num_pages: int, num_loads: int) -> int:
+    """How many parts it may need at one time, with a page table of so many pages, of which some have to be loaded."""
+    windows = node.windows
     if not windows.are_there:
-        return True
+        return 0
     most = pages_for(node, progress.length + progress.request.max_new_tokens - progress.generated)
     claim = min(most, parts_to_decode(node))
-    first = windows.first_seen(num_found * node.settings.page_size)
     match progress.side:
         case Local():
             ahead = node.settings.chunk_tokens * node.settings.window_depth
@@ -30,14 +43,16 @@ def claim_parts(node: NodeState, progress: Progress, num_pages: int, num_found: 
         case DecodeSide():
             claim = max(claim, num_pages)
         case PrefillSide():
-            claim, first = num_pages, 0
-    claim = max(claim, num_loads)
-    claims = claim + sum(other.window_claim for other in node.requests.values())
-    if claims + pool.counts[PageState.LOADING] > pool.max_parts:
-        return False
-    windows.pin(progress.hashes[first:num_found])
-    progress.window_from, progress.window_claim = first, claim
-    return True
+            claim = num_pages
+    return max(claim, num_loads)
+
+
+def num_unclaimed(node: NodeState) -> int:
+    """Parts that nobody may need."""
+    if not node.windows.are_there:
+        return 0
+    claims = sum(progress.window_claim for progress in node.requests.values())
+    return node.pool.max_parts - node.pool.counts[PageState.LOADING] - claims
 
 
 def parts_to_decode(node: NodeState) -> int:

@@ -67,9 +67,8 @@ class HitRate:
         for progress in gone:
             del prompts.loading[progress.id]
             if progress.is_counted and progress.id not in prompts.counted:
-                self._count(
-                    prompts, progress, progress.cached_tokens
-                )  # it has begun, and let go of its pages in the same step
+                # it has begun, and let go of its pages in the same step
+                self._count(prompts, progress, progress.cached_tokens)
         counted, shown = (prompts.hit_tokens, prompts.input_tokens), (counters.hit_tokens, counters.input_tokens)
         if counted != shown:
             raise Violation(self.id, f"{where(life)} shows {shown[0]} of {shown[1]} tokens hit, they are {counted}")

@@ -182,7 +182,8 @@ PASSED_OVER = (WaitingFor.RESULT_SLOT, WaitingFor.STORAGE, WaitingFor.PREFIX)
 class QueueOrder:
     """Nobody who waits is overtaken, and nobody waits for a node that has nothing else to do.
 
-    Where priorities count they come first. Who is equally urgent stands as it came, unless the policy says else.
+    Where priorities count they come first, and before them that a decode is READY. Who is equally urgent stands as it
+    came, unless the policy says else.
     Overtaken may be who lacks a result slot, since those behind it may not need one; whose prefix is on its
     way from storage or computed by another; and who would start before its decode is READY, but not by another such.
     """
@@ -225,8 +226,8 @@ class QueueOrder:
             progress = state.requests.get(request)
             if progress is None or progress.state is not State.QUEUED or progress.entered_at == state.now:
                 continue
-            least = urgency(state, request) + (not is_in_turn)
-            after = [other for other in behind if urgency(state, other) >= least]
+            own = urgency(state, request)
+            after = [one for one in behind if (at := urgency(state, one)) > own or (is_in_turn and at == own)]
             if not after:
                 continue
             is_passed = is_early(progress) and not any(is_early(state.requests[other]) for other in after)
@@ -236,12 +237,12 @@ class QueueOrder:
                 )
 
 
-def urgency(state: NodeState, request: RequestId) -> int:
+def urgency(state: NodeState, request: RequestId) -> tuple[bool, int]:
     """By the settings alone: smaller is first. Of one that has gone it does not matter."""
     progress, priorities = state.requests.get(request), state.settings.priorities
     if progress is None or priorities is None:
-        return 0
-    return progress.request.priority * (1 if priorities.low_values_first else -1)
+        return False, 0
+    return is_early(progress), progress.request.priority * (1 if priorities.low_values_first else -1)
 
 
 def is_early(progress: Progress) -> bool:
