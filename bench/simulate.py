@@ -3,7 +3,7 @@
     python bench/simulate.py [--seconds 60] [--first-seed K] [--table] [--output bench/results/simulate.json]
 
 Fresh seeds run for so long on all cores, each to its end. Hours count only while a request lives. The last line is one
-JSON document with the conditions; `--table` prints the rows for the README before it.
+JSON document with the conditions; `--table` prints the rows of docs/numbers.md before it.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--first-seed", type=int, default=None)
-    parser.add_argument("--table", action="store_true", help="print the table of the README")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/numbers.md")
     parser.add_argument("--output", type=Path, help="also write the JSON line there")
     args = parser.parse_args()
     first_seed = draw_first_seed() if args.first_seed is None else args.first_seed

@@ -12,7 +12,9 @@ but the weights were read, and nothing but their products computed, both measure
 processor has no bf16 products, a peer that computes in f32 may well be faster than it.
 
     prefill N    prompt tokens per second, from the request to its first token
-    decode N     tokens per second of N streams together, short prompts and 64 tokens each
+    decode N     tokens per second of N streams together, short prompts and 64 tokens each, from the first token of any
+                 to the last of all: so with the prompts of those who begin later, which the limit has not
+    N at once    the same while all of them decode
     served       16 clients, prompts of 128 tokens, answers of 64: requests per second, TTFT p50 and ITL p99
     ready        seconds from the start of the process until it answers; resident is its memory (PSS) after all of this
 
@@ -49,6 +51,7 @@ from tandem.engine.layers.torch_linear import is_widened
 ENVIRONMENTS = Path(".venv-peers")
 READY_S = 600.0
 CASES = ("prefill 512", "prefill 2048", "decode 1", "decode 8", "decode 32")
+AT_ONCE = ("8 at once", "32 at once")
 PREFILLS, DECODE_PROMPT, DECODE_TOKENS = 3, 32, 64
 CLIENTS, SERVED_REQUESTS, SERVED_PROMPT, SERVED_TOKENS = 16, 32, 128, 64
 SERVED = ("served, requests/s", "served, TTFT p50 ms", "served, ITL p99 ms")
@@ -184,9 +187,11 @@ async def measure(server: Server, shape: checkpoint.Shape, number: int) -> None:
         try:
             if kind == "prefill":
                 rate = await load.prefill_rate(server.address, prompts(PREFILLS, int(size)), int(size))
+                server.note(case, rate)
             else:
-                rate = await load.decode_rate(server.address, prompts(int(size), DECODE_PROMPT), DECODE_TOKENS)
-            server.note(case, rate)
+                rates = await load.decode_rates(server.address, prompts(int(size), DECODE_PROMPT), DECODE_TOKENS)
+                server.note(case, rates.whole)
+                server.note(f"{size} at once", rates.together)
         except Unanswered as error:
             server.failures[case] = str(error)
     try:
@@ -210,7 +215,9 @@ def measure_limits(shape: checkpoint.Shape, weight_bytes: int, limits: dict[str,
             limits.setdefault(case, []).append(tokens / compute_s)
             continue
         cached = tokens * (DECODE_PROMPT + DECODE_TOKENS / 2) * shape.kv_bytes()
-        limits.setdefault(case, []).append(tokens / max((weight_bytes + cached) / read_bytes_per_s, compute_s))
+        limit = tokens / max((weight_bytes + cached) / read_bytes_per_s, compute_s)
+        limits.setdefault(case, []).append(limit)
+        limits.setdefault(f"{size} at once", []).append(limit)
 
 
 def read_rate() -> float:
@@ -247,7 +254,7 @@ def resident_mib(process: int) -> int:
 
 def table(servers: list[Server], limits: dict[str, list[float]], resident: dict[str, int]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for case in (*CASES, *SERVED):
+    for case in (*CASES, *AT_ONCE, *SERVED):
         row: dict[str, object] = {"case": case}
         if case in limits:
             row["limit"] = figures(limits[case])

@@ -29,6 +29,10 @@ class Stream:
     def gaps(self) -> list[float]:
         return [later - sooner for sooner, later in zip(self.events, self.events[1:], strict=False)]
 
+    def tokens_between(self, after: float, until: float) -> float:
+        """Where events have several tokens each, all are taken to have as many."""
+        return sum(after < event <= until for event in self.events) * self.tokens / len(self.events)
+
 
 @dataclass(frozen=True)
 class Address:
@@ -88,13 +92,25 @@ async def prefill_rate(server: Address, prompts: list[str], tokens: int) -> floa
     return tokens / statistics.median(seconds)
 
 
-async def decode_rate(server: Address, prompts: list[str], tokens: int) -> float:
-    """Tokens per second of all streams together, from the first token of any to the last of all."""
+@dataclass(frozen=True)
+class Decoded:
+    """Tokens per second of several streams that are asked for at once."""
+
+    whole: float  # from the first token of any to the last of all: the prompts of those who begin later are in it
+    together: float  # from the last one's first token to the first one's last; 0: they never decoded all at once
+
+
+async def decode_rates(server: Address, prompts: list[str], tokens: int) -> Decoded:
     streams = await asyncio.gather(*(ask(server, prompt, tokens) for prompt in prompts))
-    seconds = max(stream.events[-1] for stream in streams) - min(stream.events[0] for stream in streams)
-    if seconds == 0.0:
+    began, ended = min(stream.events[0] for stream in streams), max(stream.events[-1] for stream in streams)
+    all_began, first_ended = max(stream.events[0] for stream in streams), min(stream.events[-1] for stream in streams)
+    if ended == began:
         raise Unanswered("all tokens came at once")
-    return (sum(stream.tokens for stream in streams) - 1) / seconds
+    together = sum(stream.tokens_between(all_began, first_ended) for stream in streams)
+    return Decoded(
+        (sum(stream.tokens for stream in streams) - 1) / (ended - began),
+        together / (first_ended - all_began) if first_ended > all_began else 0.0,
+    )
 
 
 @dataclass(frozen=True)
