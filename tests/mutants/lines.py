@@ -1963,8 +1963,8 @@ OTHERS = (
     Break(
         "who_sends_keeps_no_cached_parts",
         "core/scheduler/window_claims.py",
-        "            claim, first = num_pages, 0",
-        "            claim = num_pages",
+        "first = 0 if sends else windows.first_seen(num_found * node.settings.page_size)",
+        "first = windows.first_seen(num_found * node.settings.page_size)",
         WINDOWS + "what_a_peer_reads_keeps_its_parts",
     ),
     Break(

@@ -63,8 +63,8 @@ def resumed_request_gives_way_at_once() -> Iterator[None]:
 def bootstrap_queue_has_no_bound() -> Iterator[None]:
     original = node.refuse
 
-    def refuse(node_state, request):
-        refusal = original(node_state, request)
+    def refuse(node_state, request, *, has_place):
+        refusal = original(node_state, request, has_place=has_place)
         if refusal is not None and refusal[0] is Cause.QUEUE_FULL:
             is_full = len(node_state.queues[State.QUEUED]) >= node_state.settings.max_queued
             return refusal if is_full else None
@@ -78,9 +78,9 @@ def bootstrap_queue_has_no_bound() -> Iterator[None]:
 def draining_server_accepts() -> Iterator[None]:
     original = node.refuse
 
-    def refuse(node_state, request):
+    def refuse(node_state, request, *, has_place):
         was_draining, node_state.draining = node_state.draining, False
-        refusal = original(node_state, request)
+        refusal = original(node_state, request, has_place=has_place)
         node_state.draining = was_draining
         return refusal
 
