@@ -25,7 +25,7 @@ from tandem.server.router.config import RouterConfig, make_worker
 from tandem.server.router.generate import GENERATION_PATHS
 from tandem.server.tracing import NO_TRACING, Tracing
 
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 45.0
 
 
 def eventually(condition: Callable[[], Any], what: str = "condition") -> Any:
