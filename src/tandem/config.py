@@ -175,7 +175,8 @@ class ServerConfig(DoorConfig):
     )
     schedule_low_priority_values_first: bool = flag(False, "smaller values of priority come first")
     priority_scheduling_preemption_threshold: int = flag(
-        10, "who has a priority higher by more than this pushes back those who run, where it lacks a slot or KV pages"
+        10,
+        "who has a priority higher by more pushes back those who run, where no slot, or too few pages, is free",
     )
     schedule_conservativeness: float = flag(0.3, "share of running requests' expected output that admission keeps free")
     enable_prefill_delayer: bool = flag(False, "hold prompts back until they are worth a stall of those who decode")

@@ -4226,7 +4226,7 @@ OTHERS = (
     Break(
         "somebody_gives_way_where_parts_of_windows_lack",
         "core/scheduler/preemption.py",
-        " and self.claim <= self.num_parts",
+        " and self.needed_parts <= self.num_parts",
         "",
         QUEUES + "nobody_gives_way_for_a_slot_without_the_parts_of_windows_that_the_newcomer_needs",
     ),

@@ -16,12 +16,15 @@ from tandem.core.scheduler.state import NodeState, enter, later, pages_for, prom
 def admit(node: NodeState) -> None:
     """Move queued requests on, in the order of the queue policy, until one does not fit.
 
-    Stops at the first that lacks pages, a slot, or prompt tokens in the batches that may be launched (no overtaking),
-    so large requests cannot starve; it may push back who runs and is much less urgent. Passed over is one that lacks a
-    result slot, since those behind it may not need one (sglang#26780: `continue`, not `break`), one whose prefix is on
-    its way from storage, as long as the policy has it, and one whose prefix another request is computing. So is one
-    that starts early and lacks pages or a slot: nobody waits for it, so neither does it push parked requests out, nor
-    keep back those behind it whose decode is READY. Other early ones do not overtake it.
+    Stops at the first for which there are no pages, no slot, or no room in the batches that may be launched (no
+    overtaking), so large requests cannot starve; it may push back who runs and is much less urgent.
+
+    Passed over, so that those behind it may start, is one that
+
+    - finds no result slot, which they may not need (sglang#26780: `continue`, not `break`);
+    - has a prefix on its way from storage, as long as the policy waits for it, or one that another request computes;
+    - starts early and finds no pages or slot: nobody waits for it. It pushes no parked request out either, and other
+      early ones do not overtake it.
     """
     queue = node.queues[State.QUEUED]
     if not queue:
@@ -33,11 +36,11 @@ def admit(node: NodeState) -> None:
     enough = node.settings.chunk_tokens * max(1, node.settings.window_depth - len(node.inflight))
     backlog = prompt_backlog(node)
     computing = [progress for progress in node.live(State.COMPUTING) if computes_shareable(node, progress)]
-    early_lacks: WaitingFor | None = None  # of the first that would have started early
+    early_blocked_on: WaitingFor | None = None  # of the first that would have started early
     for request in candidates(node):
         progress = node.requests[request]
-        if early_lacks is not None and is_early(progress):
-            progress.blocked_on = early_lacks
+        if early_blocked_on is not None and is_early(progress):
+            progress.blocked_on = early_blocked_on
             continue
         if awaits_storage(node, progress):
             progress.blocked_on = WaitingFor.STORAGE
@@ -58,7 +61,7 @@ def admit(node: NodeState) -> None:
         if blocked_on is WaitingFor.RESULT_SLOT:
             continue
         if blocked_on is not None and is_early(progress):
-            early_lacks = blocked_on
+            early_blocked_on = blocked_on
             continue
         if blocked_on is not None:
             return

@@ -4,7 +4,7 @@ Victims are the least urgent, of these those with the least output, and among eq
 least work. One request always stays, so that somebody can finish and give its pages back.
 
 Where priorities count, who runs is also pushed back for a newcomer that is more urgent by more than a threshold: so
-many, the least urgent and of these the newest first, as give it the slot, the pages and the window parts that it lacks,
+many, the least urgent and of these the newest first, as give it the slot, the pages and the window parts that it needs,
 or nobody. Who is pushed back can do the same to none that stands above it, and says at least one token more each time
 that it runs.
 """
@@ -96,8 +96,8 @@ class Vacancy:
     num_pages: int
     num_parts: int  # of windows, on which nobody has a claim
     num_left: int  # who have a slot still
-    lacks: int  # pages that the newcomer needs besides its cached prefix
-    claim: int  # window parts that it may need
+    needed_pages: int  # of the newcomer, besides its cached prefix
+    needed_parts: int  # window parts that it may need at one time
     reserve: Reserve
     pins: dict[PageHash, int] = field(default_factory=dict[PageHash, int])  # as `PrefixTree.num_released` has it
 
@@ -106,13 +106,13 @@ class Vacancy:
         """Its cached prefix is locked, and some of it has to be loaded."""
         used, num_pages = node.num_slots_used, pages_for(node, newcomer.length)
         vacancy = cls(
-            node.settings.max_running - used,
-            node.pool.num_free + node.tree.num_evictable,
-            num_unclaimed(node),
-            used,
-            num_pages - num_found + num_loads,
-            claim_of(node, newcomer, num_pages, num_loads),
-            Reserve(reserve.lacking, reserve.tokens),
+            num_slots=node.settings.max_running - used,
+            num_pages=node.pool.num_free + node.tree.num_evictable,
+            num_parts=num_unclaimed(node),
+            num_left=used,
+            needed_pages=num_pages - num_found + num_loads,
+            needed_parts=claim_of(node, newcomer, num_pages, num_loads),
+            reserve=Reserve(reserve.short_pages, reserve.tokens),
         )
         for progress in node.live(State.DRAINING):
             if not progress.drains:
@@ -144,5 +144,5 @@ class Vacancy:
 
     def fits(self, node: NodeState, newcomer: Progress) -> bool:
         reserve = self.reserve.pages(node, newcomer) if self.num_left else 0
-        has_pages = self.lacks + reserve <= self.num_pages and self.claim <= self.num_parts
-        return self.num_slots > 0 and has_pages
+        has_pages = self.needed_pages + reserve <= self.num_pages
+        return self.num_slots > 0 and has_pages and self.needed_parts <= self.num_parts

@@ -11,23 +11,23 @@ from tandem.core.values import ceil_div
 
 @dataclass(slots=True)
 class Reserve:
-    lacking: int  # pages that running requests lack at this moment
+    short_pages: int  # that running requests need at this moment and have not
     tokens: int  # expected output
 
     @classmethod
     def of(cls, node: NodeState) -> "Reserve":
         running = node.live(State.RUNNING)
         admitted = (*running, *node.live(State.ARRIVING), *node.live(State.COMPUTING), *node.live(State.LOADING))
-        lacking = sum(lacks_page(node, progress) for progress in running)
-        return cls(lacking, sum(expected_tokens(node, progress) for progress in admitted))
+        short_pages = sum(lacks_page(node, progress) for progress in running)
+        return cls(short_pages, sum(expected_tokens(node, progress) for progress in admitted))
 
     def pages(self, node: NodeState, newcomer: Progress) -> int:
         tokens = self.tokens + expected_tokens(node, newcomer)
-        return self.lacking + ceil_div(int(tokens * node.settings.conservativeness), node.settings.page_size)
+        return self.short_pages + ceil_div(int(tokens * node.settings.conservativeness), node.settings.page_size)
 
     def without(self, node: NodeState, progress: Progress) -> None:
         """One who runs is pushed back."""
-        self.lacking -= lacks_page(node, progress)
+        self.short_pages -= lacks_page(node, progress)
         self.tokens -= expected_tokens(node, progress)
 
 
