@@ -35,7 +35,7 @@ def one() -> Iterator[Cluster]:
 def alone(common: Cluster) -> dict[str, list[int]]:
     """What one engine says."""
     assert common.unified is not None
-    asked = {"low": (LOW, LONG), "later": (LATER, SHORT), "high": (HIGH, SHORT)}
+    asked = {"low": (LOW, LONG), "later": (LATER, LONG), "high": (HIGH, SHORT)}
     return {
         name: common.unified.generate(prompt, max_new_tokens=count, sampling_params=RUNS_ON)["output_ids"]
         for name, (prompt, count) in asked.items()
@@ -100,7 +100,7 @@ def story(asked: Server, decodes: Server, alone: dict[str, list[int]], *, by_hea
         answers.start("low", LOW, LONG, priority=1)
         with frozen(decodes, "worker_process"):
             assert queues(decodes) == {"running": 1}, "it has not ended yet"
-            answers.ask("later", LATER, SHORT, priority=1)
+            answers.ask("later", LATER, LONG, priority=1)
             eventually(lambda: queues(decodes) == {"running": 1, "queued": 1}, what=decodes.state)
             if by_header:
                 answers.ask("high", HIGH, SHORT, {"X-Override-Priority": "50"}, priority=0)
@@ -134,7 +134,7 @@ def test_a_full_queue_takes_in_who_is_more_urgent(one: Cluster, alone: dict[str,
         answers.start("low", LOW, LONG, priority=9)
         with frozen(server, "worker_process"):
             for number, name in enumerate(("later", "last"), 1):
-                answers.ask(name, LATER, SHORT, priority=1)
+                answers.ask(name, LATER, LONG, priority=1)
                 eventually(lambda number=number: queues(server).get("queued") == number, what=server.state)
             with pytest.raises(HttpError) as refused:
                 server.generate(LATER, max_new_tokens=SHORT, priority=1)
