@@ -311,7 +311,7 @@ MODELLED = [
     *(Load(clients, 1000, 250, 0.8, rounds=6, chunk=16_384) for clients in CLIENTS),  # short answers
     *(Load(clients, 100, 1000, 0.2, rounds=6, chunk=16_384) for clients in (4, 8, 16)),  # few clients, short prompts
     Load(128, 1000, 250, 0.8, rounds=6, chunk=16_384, slots=0.5),  # half of them wait for a slot
-    *(Load(clients, 1000, 250, 0.8, rounds=6, chunk=512, stall_ms=150) for clients in (32, 128)),  # flags' defaults
+    *(Load(clients, 1000, 250, 0.8, rounds=6, chunk=512, stall_ms=150) for clients in (32, 128)),
     *(Load(clients, 100, 250, 0.8, rounds=6, chunk=512, stall_ms=150) for clients in (32, 128)),  # and short prompts
 ]
 LOADS = {

@@ -77,6 +77,7 @@ from tandem.simulator.actors.executor import CostModel, Executor, digests
 from tandem.simulator.actors.host_tier import copy_pages, host_memory_of
 from tandem.simulator.actors.storage import VirtualFolder
 from tandem.simulator.actors.workers import Workers
+from tandem.simulator.checkers.changes import has_token_to_come
 from tandem.simulator.checkers.tiers import disorder
 from tandem.simulator.model import EOS_TOKEN
 from tandem.simulator.model_check.data_plane import Reader, new_lender
@@ -597,7 +598,7 @@ def check(replica: Replica) -> None:
             assert replica.wake_at <= progress.deadline
         else:
             assert progress.in_flight or progress.drains
-    assert all(node.requests[request].state is State.RUNNING for request in node.micro_batches.members)
+    assert all(has_token_to_come(node.requests[request]) for request in node.micro_batches.members)
     assert all(one.joins.keys() <= one.members.keys() for one in node.micro_batches.each)
     assert len(set(node.micro_batches.members)) == node.micro_batches.num_members, "each in one of them"
     assert all(node.requests[request].request.room == room for room, request in node.rooms.items())

@@ -124,9 +124,9 @@ class ServerConfig(DoorConfig):
     dllm_threshold: float = flag(
         0.95, "of models of block diffusion: how sure a pass has to be of a token to settle it beside the surest one"
     )
-    enable_mixed_chunk: bool = flag(False, "decode rows ride along with prompt chunks")
+    enable_mixed_chunk: bool = flag(True, "decode rows ride along with prompt chunks")
     max_prefill_stall_ms: int = flag(
-        150, "how long prompts may keep those who decode from their next token: chunks get that small; 0: whole chunks"
+        80, "how long prompts may keep those who decode from their next token: chunks get that small; 0: whole chunks"
     )
     swa_full_tokens_ratio: float = flag(
         0.0, "share of the KV pool's tokens that layers with a window have memory for; 0: 0.8 if that keeps nobody out"

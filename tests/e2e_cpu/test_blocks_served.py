@@ -23,8 +23,9 @@ from tandem.cli.main import main
 BLOCK, MASK, THRESHOLD = 4, 511, 0.3
 OUTPUT = 18
 FLAGS = ("--page-size", "8", "--chunked-prefill-size", "64", "--dllm-threshold", str(THRESHOLD))
-# A pool in which not all can run to their ends at once.
+# A pool in which not all can run to their ends at once, and prompts first, so that they run at once.
 FEW_PAGES = ("--max-total-tokens", "448", "--max-running-requests", "6", "--schedule-conservativeness", "0")
+PROMPTS_FIRST = ("--no-enable-mixed-chunk", "--max-prefill-stall-ms", "0")
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_lines_of_batches_carry_the_numbers_of_their_launch(running: Cluster) ->
 def test_requests_that_are_pushed_back_say_the_same(sdar: tuple[Path, PreTrainedModel]) -> None:
     where, model = sdar
     asked = prompts_with_answers(model, 9)
-    with cluster(unified=True, model=str(where), flags=[*FLAGS, *FEW_PAGES]) as it:
+    with cluster(unified=True, model=str(where), flags=[*FLAGS, *FEW_PAGES, *PROMPTS_FIRST]) as it:
         assert it.unified is not None
         prompts = [prompt for prompt, _ in asked]
         answers = ask_together(it.unified, prompts)

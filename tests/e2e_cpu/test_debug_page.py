@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, HEIGHT, WIDTH, Page, browser
+from browser import CHROMIUM, HEIGHT, WIDTH, Page, Picture, browser
 from cluster import Cluster, Server, cluster, eventually
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt install chromium)")
@@ -51,12 +51,15 @@ def screenshot(page: Page, tmp_path: Path) -> Screenshot:
     """Takes one, of that name, and checks that it shows something. TANDEM_SCREENSHOTS: a folder to keep it in."""
 
     def take(name: str) -> None:
-        picture = page.screenshot(tmp_path / name)
-        height = page.run("document.documentElement.scrollHeight")
-        assert (picture.width, picture.height) == (WIDTH, max(HEIGHT, height))
-        assert not picture.may_be_of_one_color
+        eventually(lambda: is_whole(page.screenshot(tmp_path / name)))
         if folder := os.environ.get("TANDEM_SCREENSHOTS"):
             shutil.copy(tmp_path / name, folder)
+
+    def is_whole(picture: Picture) -> bool:
+        """A page that grows meanwhile is taken once more."""
+        height = page.run("document.documentElement.scrollHeight")
+        assert not picture.may_be_of_one_color
+        return (picture.width, picture.height) == (WIDTH, max(HEIGHT, height))
 
     return take
 

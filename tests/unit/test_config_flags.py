@@ -80,7 +80,7 @@ def test_without_flags_the_configuration_is_the_default() -> None:
 def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.Namespace) -> None:
     kind = kind_of(field.name)
     if kind is bool:
-        words, expected = [name], not field.default
+        words, expected = [f"--no-{name[2:]}" if field.default else name], not field.default
     elif field.metadata["choices"]:
         words, expected = [name, field.metadata["choices"][-1]], field.metadata["choices"][-1]
     elif kind is tuple and collected(field.name)["type"] is float:
@@ -392,7 +392,7 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
     config = parse(
         *("--disaggregation-mode", "decode", "--page-size", "32", "--max-running-requests", "5"),
         *("--max-queued-requests", "7", "--chunked-prefill-size", "64", "--disable-overlap-schedule"),
-        *("--enable-mixed-chunk", "--disable-radix-cache", "--num-reserved-decode-tokens", "9"),
+        *("--no-enable-mixed-chunk", "--disable-radix-cache", "--num-reserved-decode-tokens", "9"),
         *("--schedule-conservativeness", "0.5", "--stall-timeout", "2", "--kv-load-failure-policy", "fail"),
     )
     assert settings(config) == NodeSettings(
@@ -405,8 +405,7 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
         max_queued=7,
         chunk_tokens=64,
         window_depth=1,
-        mixed_chunk=True,
-        prefill_stall=PrefillStall(Nanos(150 * MILLISECOND)),
+        prefill_stall=PrefillStall(Nanos(80 * MILLISECOND)),
         prefix_cache=False,
         reserved_decode_tokens=9,
         conservativeness=0.5,

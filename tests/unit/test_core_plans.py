@@ -132,6 +132,17 @@ def test_prompts_take_as_long_as_those_who_decode_may_wait(mixed_chunk: bool) ->
     assert max(prompts_beside_one_who_decodes(9, **usual, prefill_stall={"max_ns": 1, "min_tokens": 48})) == 48
 
 
+def test_what_prompts_cost_is_learned_while_others_decode() -> None:
+    world = World()
+    node = world.unified(num_pages=256, mixed_chunk=True, prefill_stall={"max_ns": 40 * MILLISECOND, "min_tokens": 1})
+    for seed, token_ms in ((1, 1), (2, 4)):
+        node.cost.prompt_token_ns = token_ms * MILLISECOND
+        request = world.submit(node, prompt_len=200, max_new_tokens=150 if seed == 1 else 1, seed=seed)
+        world.run_until(lambda request=request: request in node.tokens)
+    assert 2 * MILLISECOND < node.state.chunk_budget.token_ns < 4 * MILLISECOND
+    assert BatchKind.MIXED in {plan.kind for plan in node.plans()}
+
+
 def test_where_nobody_decodes_chunks_are_whole() -> None:
     world = World()
     node = world.unified(num_pages=256, prefill_stall={"max_ns": 1, "min_tokens": 1})
@@ -151,6 +162,15 @@ def test_what_a_prompt_token_costs_is_known_from_the_last_ones_however_they_came
     for _ in range(40):
         budget.learn(512, Nanos(512 * 3000))
     assert budget.token_ns >= 2990, "what has become slower"
+
+
+def test_beside_those_who_decode_prompts_cost_what_a_batch_takes_longer_for_them() -> None:
+    budget = ChunkBudget()
+    budget.learn(0, Nanos(30 * MILLISECOND), num_decoding=4)
+    assert not budget.token_ns
+    for _ in range(4):
+        budget.learn(100, Nanos(130 * MILLISECOND), num_decoding=4)
+    assert budget.token_ns == MILLISECOND
 
 
 @pytest.mark.parametrize(
@@ -205,6 +225,56 @@ def test_normal_and_overlapped_execution_emit_equal_tokens(mixed_chunk: bool) ->
         assert_nothing_is_held(node)
     assert emitted[0] == [expected_tokens(30 + 9 * n, 4 + n, seed=n, eos_after=4 + n) for n in range(6)]
     assert emitted[1] == emitted[2] == emitted[0]
+
+
+def joined_before_result(**settings: Any) -> bool:
+    """Whether a batch in which it decodes is launched before the result of its prompt is known."""
+    world = World()
+    node = world.unified(**settings)
+    node.holds.add(BatchReturned)
+    request = world.submit(node, max_new_tokens=3)
+    world.run()
+    found = any(request in flight.members for flight in node.state.inflight)
+    node.release()
+    node.holds.clear()
+    world.run()
+    assert node.tokens[request] == expected_tokens(40, 3, seed=1)
+    assert_nothing_is_held(node)
+    return found
+
+
+def test_the_second_token_does_not_wait_for_the_first_to_be_known() -> None:
+    assert joined_before_result(window_depth=2)
+    assert not joined_before_result(window_depth=1)
+    assert not joined_before_result(window_depth=3, num_micro_batches=2), "the first stage would wait for the last"
+
+
+def test_a_first_token_that_ends_it_wastes_one_row_and_nothing_is_emitted_after_it() -> None:
+    for depth, wasted in ((1, 0), (2, 1)):
+        world = World()
+        node = world.unified(window_depth=depth)
+        request = world.submit(node, max_new_tokens=50, eos_after=1)
+        world.run()
+        assert node.tokens[request] == expected_tokens(40, 1, seed=1, eos_after=1)
+        assert node.rows_run[request] == 1 + wasted
+        assert_nothing_is_held(node)
+
+
+def test_who_waits_for_its_first_token_is_pushed_back_for_nobody() -> None:
+    """It would have been computed for nothing. The others wait for a page until that token is there."""
+    world = World()
+    node = world.unified(num_pages=7, conservativeness=0.0)
+    first = world.submit(node, prompt_len=40, max_new_tokens=60)
+    world.run_until(lambda: node.state_of(first) is State.RUNNING)
+    second = world.submit(node, prompt_len=64, max_new_tokens=9, seed=2)
+    world.run_until(lambda: node.state_of(second) is State.COMPUTING)
+    world.run_until(lambda: node.state_of(second) is not State.COMPUTING)
+    assert node.progress(second).generated == 1
+    assert node.state.counters.retractions == 1, "a page was lacking at once"
+    world.run()
+    assert node.tokens[first] == expected_tokens(40, 60, seed=1)
+    assert node.tokens[second] == expected_tokens(64, 9, seed=2)
+    assert_nothing_is_held(node)
 
 
 def test_a_request_that_ends_by_length_costs_no_useless_row() -> None:

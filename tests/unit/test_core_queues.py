@@ -306,6 +306,23 @@ def test_nobody_gives_way_whose_last_token_is_being_sampled(depth: int) -> None:
     assert_nothing_is_held(node)
 
 
+def test_who_waits_for_its_first_token_gives_way_to_nobody() -> None:
+    world = World()
+    node = world.unified(max_running=1, **FIRST)
+    node.holds.add(BatchReturned)
+    low = world.submit(node, **LOW, priority=0)
+    world.run()
+    assert low in node.state.micro_batches.members
+    high = world.submit(node, prompt_len=20, seed=3, priority=1)
+    world.run()
+    assert node.state_of(low) is State.COMPUTING
+    node.release()
+    world.run()
+    assert node.tokens[low] == expected_tokens(LOW["prompt_len"], LOW["max_new_tokens"], seed=1)
+    assert node.tokens[high] == expected_tokens(20, 4, seed=3)
+    assert_nothing_is_held(node)
+
+
 def test_what_is_kept_free_for_one_that_leaves_is_free_with_it() -> None:
     """Of 7 pages it has 2 and another one 3. The newcomer wants 2, and 2 more for what it and the other one may say."""
     world = World()

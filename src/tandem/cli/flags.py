@@ -178,7 +178,8 @@ def flags_page() -> str:
             default = "on" if field.default else "off"
         servers = ROLES.get(name, "all")
         meaning = field.metadata["help"] + (f"; also {names}" if names else "")
-        lines.append(f"| `{name}{value.replace('|', ' or ')}` | {default} | {servers} | {meaning} |")
+        off = f"`, `--no-{name[2:]}" if field.default is True else ""
+        lines.append(f"| `{name}{value.replace('|', ' or ')}{off}` | {default} | {servers} | {meaning} |")
     lines += [
         "",
         "## Environment",

@@ -9,8 +9,9 @@ from msgspec import Struct
 
 from tandem.core.batch import BatchKind, BatchPlan, Grow, Row, num_sampled
 from tandem.core.commands import LaunchBatch
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.scheduler.leaving import end, failure, forget_command
-from tandem.core.scheduler.micro_batches import MicroBatch
+from tandem.core.scheduler.micro_batches import MicroBatch, is_last_sampled
 from tandem.core.scheduler.page_tables import make_room
 from tandem.core.scheduler.preemption import retract, victims
 from tandem.core.scheduler.prefill_delayer import is_fresh, prefill_gate
@@ -85,9 +86,23 @@ def launch(node: NodeState, rows: tuple[Row, ...], decode: DecodeTurn | None) ->
         progress = node.requests[request]
         progress.pending += block_tokens
         progress.in_flight += 1
+    join_ahead(node, rows)
     node.inflight.append(InflightBatch(batch.id, batch.iteration, rows, members))
     forget_command(node)  # first: who has ended is still in the workers' decode set
     node.out.append(LaunchBatch(batch))
+
+
+def join_ahead(node: NodeState, rows: tuple[Row, ...]) -> None:
+    """Whose first token is being sampled gets the next one from the next batch, before this result is known.
+
+    Not where there are several stages: the first would have to wait for that token, while others need not.
+    """
+    if len(node.micro_batches.each) > 1:
+        return
+    for row in rows:
+        progress = node.requests[row.request]
+        if row.samples and not isinstance(progress.side, PrefillSide) and not is_last_sampled(progress):
+            node.micro_batches.join(progress)
 
 
 def take_turn(node: NodeState, rows: tuple[Row, ...], decode: DecodeTurn | None) -> None:
@@ -198,7 +213,8 @@ def preempt_for_pages(node: NodeState, num_pages: int) -> bool:
     """Too few pages for the next decode batch: push somebody back. False: pages are on their way, wait for them."""
     coming = sum(len(progress.pages) for progress in node.live(State.RETRACTING))
     members = [node.requests[request] for request in node.micro_batches.members]
-    chosen = victims(node, members, num_pages - node.pool.num_free - coming)
+    running = [progress for progress in members if progress.state is State.RUNNING]
+    chosen = victims(node, running, num_pages - node.pool.num_free - coming)
     if chosen:
         for progress in chosen:
             retract(node, progress)

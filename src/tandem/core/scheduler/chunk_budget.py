@@ -1,11 +1,11 @@
 """How many prompt tokens the next batch takes: a chunk, but while others decode only what their tokens can wait for.
 
 A chunk that a GPU computes in milliseconds takes a large model on a CPU seconds, and whoever decodes stands still
-meanwhile. So what is launched of prompts between two decode batches is bounded by time: by what a prompt token has cost
-in batches of nothing else on this node. Until that is known a batch is as large as it may be. Fewer than `min_tokens`
-are not worth a batch. Where a batch takes more than half of the time however few it has, there is one between two
-decode batches, and fewer than cost as much again are not worth it: others would wait as long, for a fraction of the
-rate.
+meanwhile. So what is launched of prompts between two decode batches, or rides with one, is bounded by the time that it
+takes beside them: by what a prompt token has cost on this node. Until that is known a batch is as large as it may be.
+Fewer than `min_tokens` are not worth a batch. Where a batch takes more than half of the time however few it has, there
+is one between two decode batches, and fewer than cost as much again are not worth it: others would wait as long, for a
+fraction of the rate.
 """
 
 from dataclasses import dataclass, field
@@ -32,12 +32,16 @@ class ChunkBudget:
         """What a prompt token costs; 0: not known yet."""
         return Nanos(self.took_ns // self.num_measured) if self.num_measured else ZERO_NS
 
-    def learn(self, num_tokens: int, duration_ns: Nanos) -> None:
-        """A batch of nothing but prompts has returned."""
-        self.cost.add(num_tokens, duration_ns // 1000)
+    def learn(self, num_tokens: int, duration_ns: Nanos, *, num_decoding: int = 0) -> None:
+        """A batch has returned."""
+        if not num_tokens:
+            self.cost.decode_us = duration_ns // 1000
+            return
+        took_us = self.cost.of_prompts(duration_ns // 1000, num_decoding)
+        self.cost.add(num_tokens, took_us)
         self.line = self.cost.line() or self.line
         self.num_measured += num_tokens
-        self.took_ns = Nanos(self.took_ns + duration_ns)
+        self.took_ns = Nanos(self.took_ns + 1000 * took_us)
         if self.num_measured > REMEMBERED:
             self.num_measured //= 2
             self.took_ns = Nanos(self.took_ns // 2)

@@ -16,6 +16,11 @@ from tandem.core.values import RequestId
 UNEVEN = 4  # members: a difference that is left as it is, for who moves waits once for its token
 
 
+def is_last_sampled(progress: Progress) -> bool:
+    """All tokens that it may have are known or being sampled."""
+    return progress.generated + progress.pending >= progress.request.max_new_tokens
+
+
 @dataclass(slots=True)
 class MicroBatch:
     members: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
@@ -47,7 +52,8 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class MicroBatches:
-    """Every running request is a member of one of them, but for those whose last token is being sampled."""
+    """Every running request is a member of one of them, but for those whose last token is being sampled; and so may be
+    one whose first token is (`join_ahead`)."""
 
     each: list[MicroBatch]
     num_open: int = 1  # the first of them, which have members
@@ -79,6 +85,11 @@ class MicroBatches:
         """It gets a token from each batch of the smallest of them, from the next one on. token: as in `Join`"""
         self._smallest.join(progress, token)
 
+    def join_late(self, progress: Progress) -> None:
+        """The same for one whose first token is known, unless it has joined ahead of that."""
+        if not any(progress.id in one.members for one in self.each):
+            self.join(progress)
+
     def leave(self, progress: Progress) -> None:
         """From the next batch on it gets none, if it is a member."""
         for one in self.each:
@@ -87,11 +98,7 @@ class MicroBatches:
 
     def leave_if_last(self, requests: Mapping[RequestId, Progress]) -> None:
         """Take those out whose last token is being sampled already."""
-        done = [
-            progress
-            for progress in map(requests.__getitem__, self.members)
-            if progress.generated + progress.pending >= progress.request.max_new_tokens
-        ]
+        done = [progress for progress in map(requests.__getitem__, self.members) if is_last_sampled(progress)]
         for progress in done:
             self.leave(progress)
 

@@ -317,10 +317,10 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
 
 
 def learn_cost(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) -> None:
-    """What a prompt token costs, from batches of nothing else; and what a batch of prompts costs beside its tokens."""
+    """What a prompt token costs, and what a batch of prompts costs beside its tokens."""
     prefill_gate(node.settings).learn(node, flight, outcome.duration_ns)
-    if flight.rows and not flight.members:
-        node.chunk_budget.learn(sum(row.stop - row.start for row in flight.rows), outcome.duration_ns)
+    num_tokens = sum(row.stop - row.start for row in flight.rows)
+    node.chunk_budget.learn(num_tokens, outcome.duration_ns, num_decoding=len(flight.members))
 
 
 class Emission:
@@ -358,7 +358,7 @@ def settle_prompt_row(
     elif is_last:
         enter(node, progress, Trigger.RUN)
         if take_tokens(node, progress, emitted, tokens, flags, extra):
-            node.micro_batches.join(progress)
+            node.micro_batches.join_late(progress)
 
 
 def settle_vector(node: NodeState, progress: Progress, vector: bytes | None) -> None:

@@ -63,7 +63,8 @@ def preempt(node: NodeState, newcomer: Progress, reserve: Reserve) -> bool:
     node.micro_batches.leave_if_last(node.requests)
     limit = rank(node, newcomer.request) + node.settings.priorities.preemption_threshold
     members = map(node.requests.__getitem__, node.micro_batches.members)
-    outranked = [progress for progress in members if rank(node, progress.request) > limit]
+    running = [progress for progress in members if progress.state is State.RUNNING]
+    outranked = [progress for progress in running if rank(node, progress.request) > limit]
     outranked.sort(key=lambda progress: (rank(node, progress.request), progress.id), reverse=True)
     if not outranked:
         return False

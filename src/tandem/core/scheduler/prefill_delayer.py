@@ -105,11 +105,12 @@ class Delayer(Struct, frozen=True):
         state, pool = node.delayer, node.pool
         num_fresh = num_held = 0
         num_running, is_prefillable = num_decoding, False
+        decoding = frozenset(node.micro_batches.members)
         for progress in computing:
             if is_fresh(progress):
                 num_fresh += 1
                 num_held += len(progress.pages) - progress.inserted
-            num_running += is_about_to_decode(progress)
+            num_running += is_about_to_decode(progress) and progress.id not in decoding
             is_prefillable = is_prefillable or progress.launched < progress.length
         usage = (pool.num_pages - pool.num_free - node.tree.num_evictable - num_held) / pool.num_pages
         watermark = self.settings.low_watermark

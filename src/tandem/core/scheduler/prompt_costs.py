@@ -40,7 +40,10 @@ class BatchCost:
         if not num_tokens:
             self.decode_us = took_us
         elif is_mixed == bool(num_decoding):
-            self.add(num_tokens, max(0, took_us - self.decode_us) if num_decoding else took_us)
+            self.add(num_tokens, self.of_prompts(took_us, num_decoding))
+
+    def of_prompts(self, took_us: int, num_decoding: int) -> int:
+        return max(0, took_us - self.decode_us) if num_decoding else took_us
 
     def add(self, num_tokens: int, took_us: int) -> None:
         if took_us:

@@ -117,9 +117,15 @@ class OneQueue:
             if state.requests[request].state is not queue:
                 raise Violation(self.id, f"{where(life, request)} is in {queue} and is {state.requests[request].state}")
         members = state.micro_batches.members
-        others = [request for request in members if state.requests[request].state is not State.RUNNING]
+        others = [request for request in members if not has_token_to_come(state.requests[request])]
         if others:
             raise Violation(self.id, f"{where(life, others[0])} is in a decode set and not running")
+
+
+def has_token_to_come(progress: Progress) -> bool:
+    """It runs, or its first token is being sampled."""
+    is_launched = progress.state is State.COMPUTING and progress.launched == progress.length and progress.in_flight > 0
+    return progress.state is State.RUNNING or is_launched
 
 
 class Retries:
