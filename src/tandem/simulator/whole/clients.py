@@ -63,21 +63,28 @@ class ClientRequest:
     conduct: Conduct
     scores: int = 0  # logprobs are asked for, with so many alternatives less one
     num_samples: int = 1
+    priority: int | None = None
     answers: Answers = plain_answer  # of the engines that are asked
 
     @property
     def rid(self) -> str:
         return f"ask-{self.number}"
 
+    @property
+    def _precedence(self) -> dict[str, Any]:
+        return {} if self.priority is None else {"priority": self.priority}
+
     def body(self) -> dict[str, Any]:
         if self.path == "/generate":
             given: dict[str, Any] = {"text": self.text} if self.text else {"input_ids": self.prompt}
             sampling = {"max_new_tokens": self.max_new, "ignore_eos": self.ignore_eos, "temperature": 0}
             sampling |= {"stop": [NEVER_SAID], "top_k": 5, "skip_special_tokens": True}
+            given |= self._precedence
             scores = {"return_logprob": bool(self.scores), "top_logprobs_num": max(0, self.scores - 1)}
             return {**given, **scores, "sampling_params": sampling, "stream": self.is_streamed, "rid": self.rid}
         rest = {"max_tokens": self.max_new, "stream": self.is_streamed, "rid": self.rid, "temperature": 0}
         rest |= {"ignore_eos": self.ignore_eos, "stop": NEVER_SAID, "n": self.num_samples, "seed": self.number}
+        rest |= self._precedence
         if self.is_streamed:
             rest |= {"stream_options": {"include_usage": True}}
         if self.path == "/v1/completions":

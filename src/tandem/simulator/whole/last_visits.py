@@ -95,6 +95,7 @@ class Visited:
     is_on_loopback: bool
     makes_vectors: bool
     takes_forms: bool
+    has_priorities: bool
     takes_hooks: bool
 
     @property
@@ -128,7 +129,9 @@ class Visited:
     def _seldom(self) -> Iterable[seldom.Seldom]:
         if self.makes_vectors:
             return seldom.OF_VECTORS
-        return seldom.of_tokens(takes_forms=self.takes_forms) if self.is_front else ()
+        if not self.is_front:
+            return ()
+        return seldom.of_tokens(takes_forms=self.takes_forms, has_priorities=self.has_priorities)
 
     async def visit(self, visit: Visit) -> Answer:
         """The answer, which is the right one. Asks again where the server is not there, or says that it is not ready.

@@ -52,6 +52,7 @@ STORAGE_SPARED = 0.3  # of them
 STALLS_ONE_IN = 6
 BLOCKS_ONE_IN = 6  # of the seeds that may have them
 WINDOWS_ONE_IN = 8
+QUEUES_ONE_IN = 6
 FORMED_TOKENS = 512  # that a pool holds at least where requests offer tools, which take some 300 of them in a prompt
 
 
@@ -110,6 +111,10 @@ class Options:
     def keys(self) -> tuple[str, str]:
         """A client's and an operator's; empty where nobody needs one."""
         return (API_KEY, ADMIN_KEY) if self.has_keys else ("", "")
+
+    @property
+    def has_priorities(self) -> bool:
+        return bool(self.flags.get("enable_priority_scheduling"))
 
     def describe(self) -> str:
         return " ".join(f"{one.name}={getattr(self, one.name)!r}" for one in fields(self))
@@ -239,6 +244,28 @@ def draw_windows(seed: int) -> int:
     return 0 if is_older or random.randrange(WINDOWS_ONE_IN) else random.choice((1, 16, 40))
 
 
+def draw_queue(seed: int, *, has_prefixes: bool) -> dict[str, Any]:
+    """Another order of queues, where it is not the default. From randomness of its own, too."""
+    random = Random(f"whole queues {seed}")
+    if seed < FIRST_OFF_RECORD or random.randrange(QUEUES_ONE_IN):
+        return {}
+    policy = random.choice(("fcfs", "lpm", "lof"))
+    flags: dict[str, Any] = {"schedule_policy": policy if has_prefixes or policy != "lpm" else "fcfs"}
+    if random.random() < 0.7:
+        flags |= {
+            "enable_priority_scheduling": True,
+            "schedule_low_priority_values_first": random.random() < 0.3,
+            "priority_scheduling_preemption_threshold": random.choice((0, 0, 1)),
+        }
+    return flags
+
+
+def draw_priority(options: Options, number: int) -> int | None:
+    """What a request says of it. None: nothing, as of all where it does not count."""
+    random = Random(f"whole priority {options.seed} {number}")
+    return random.choice((None, 0, 1, 2)) if options.has_priorities else None
+
+
 def _draw_tier(seed: int, flags: dict[str, Any]) -> dict[str, Any]:
     """Host memory below few pages, in some seeds. Whatever else a seed is like does not depend on it."""
     random = Random(f"whole host tiers {seed}")
@@ -297,6 +324,7 @@ def draw_options(seed: int) -> Options:
     flags |= form_flags | draw_cut(seed) | tier | together | (delayer if is_unified else {}) | vector_flags
     roles["prefill"] |= delayer
     if not vectors:
+        flags |= draw_queue(seed, has_prefixes=not flags["disable_radix_cache"])
         decoding = flags if is_unified else roles["decode"]
         decoding |= draw_stall(seed) | micro_batches({**flags, **decoding})
     if formed:

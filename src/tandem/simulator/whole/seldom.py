@@ -39,7 +39,7 @@ OF_CHATS: tuple[tuple[dict[str, Any], int | Code], ...] = (
     ({"stop": ["x"] * 17}, BAD),
     ({"top_logprobs": 2}, BAD),
     ({"functions": [{}]}, CANNOT),
-    ({"priority": 1}, CANNOT),
+    ({"priority": 1}, CANNOT),  # where it does not count
     ({"num_predict": 3}, CANNOT),
 )
 OF_FORMS: tuple[tuple[dict[str, Any], int | Code], ...] = (
@@ -144,8 +144,9 @@ OF_VECTORS: tuple[Seldom, ...] = (
 )
 
 
-def of_tokens(*, takes_forms: bool) -> Iterator[Seldom]:
+def of_tokens(*, takes_forms: bool, has_priorities: bool) -> Iterator[Seldom]:
     """Of who makes tokens."""
     for more, right in (*OF_CHATS, *(OF_FORMS if takes_forms else ())):
-        yield CHAT, {"messages": [USER], "max_tokens": 1, "temperature": 0, **more}, right
+        counts = has_priorities and "priority" in more
+        yield CHAT, {"messages": [USER], "max_tokens": 1, "temperature": 0, **more}, 200 if counts else right
     yield from OTHERS

@@ -60,6 +60,7 @@ from tandem.simulator.whole.options import (
     Cluster,
     Options,
     draw_options,
+    draw_priority,
     make_cluster,
     name_of,
 )
@@ -313,6 +314,7 @@ class World:
             ask = VectorAsk.of(ask, Random(f"vector {self.options.seed} {number}"))
         elif form.random() < self.options.formed:
             ask = FormedAsk.of(ask, form)
+        ask = replace(ask, priority=draw_priority(options, number))
         await asyncio.sleep(after_s)
         self.answers.append(await self._ask(ask, random))
 
@@ -409,6 +411,7 @@ class World:
             is_on_loopback=options.is_one_machine,
             makes_vectors=bool(options.vectors),
             takes_forms=options.block_tokens == 1,
+            has_priorities=options.has_priorities,
             takes_hooks=bool(options.flags.get("enable_fault_injection")),
         )
         if self.options.seed % LAST_VISITS_ONE_IN == 0:
