@@ -137,13 +137,16 @@ def test_streams_are_in_as_many_micro_batches_as_there_are_stages_and_say_what_e
 
 
 def test_prompts_and_those_who_decode_share_batches_of_stages_that_are_told_so(tmp_path: Path) -> None:
-    """The first batch of the stream that returns while a prompt of many chunks waits is followed by one of both."""
-    with cluster(unified=True, flags=[*FLAGS, *Grid(1, 2, MIXED).words, "--flight-record", str(tmp_path)]) as it:
+    """Where each stage has a micro-batch: the next one that may go on while a prompt of many chunks waits has both."""
+    words = Grid(1, 2, (*MIXED, *DIVIDED)).words
+    with cluster(unified=True, flags=[*FLAGS, *words, "--flight-record", str(tmp_path)]) as it:
         assert it.unified is not None
-        stream = it.unified.stream([40, 41, 42], max_new_tokens=4000, sampling_params={"ignore_eos": True})
-        assert stream.next() is not None
+        asked = {"max_new_tokens": 4000, "sampling_params": {"ignore_eos": True}}
+        streams = [it.unified.stream([40, 41, 42 + number], **asked) for number in range(2)]
+        assert all(stream.next() is not None for stream in streams)
         it.unified.generate([50 + number % 400 for number in range(20 * CHUNK)], max_new_tokens=1)
-        stream.close()
+        for stream in streams:
+            stream.close()
         assert_idle([it.unified])
     (record,) = records_at(tmp_path)
     steps = steps_from(record, 0, EngineNode)

@@ -41,6 +41,18 @@ def test_requests_are_shared_out_evenly_and_take_turns(count: int) -> None:
     assert_nothing_is_held(node)
 
 
+def test_decode_rows_ride_with_prompts_where_each_stage_has_a_micro_batch() -> None:
+    """With few in one, each chunk of a prompt would wait in the first stage for the tokens of the one before."""
+    for least, expected in ((1, True), (4, False)):
+        world = World()
+        node = world.unified(num_pages=256, mixed_chunk=True, chunk_tokens=32, **{**SETTINGS, "min_micro_batch": least})
+        first = [world.submit(node, prompt_len=16, max_new_tokens=60, seed=seed) for seed in range(3)]
+        world.run_until(lambda node=node, first=first: all(node.state_of(one) is State.RUNNING for one in first))
+        world.submit(node, prompt_len=300, max_new_tokens=1, seed=9)
+        world.run()
+        assert (BatchKind.MIXED in {plan.kind for plan in node.plans()}) == expected
+
+
 def test_a_window_of_stages_and_one_holds_a_batch_of_each_and_the_next_of_the_first() -> None:
     world = World()
     node = world.unified(**SETTINGS)

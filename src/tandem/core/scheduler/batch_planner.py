@@ -12,7 +12,7 @@ from tandem.core.commands import LaunchBatch
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.scheduler.leaving import end, failure, forget_command
 from tandem.core.scheduler.micro_batches import MicroBatch, is_last_sampled
-from tandem.core.scheduler.page_tables import make_room
+from tandem.core.scheduler.page_tables import lacks_page, make_room
 from tandem.core.scheduler.preemption import retract, victims
 from tandem.core.scheduler.prefill_delayer import is_fresh, prefill_gate
 from tandem.core.scheduler.priorities import in_precedence
@@ -50,7 +50,7 @@ def plan(node: NodeState) -> bool:
             rows = prompt_rows(node, budget, may_begin=may_begin)
             gate.note(node, len(rows))
         decode: DecodeTurn | None = None
-        if num_decoding and (not rows or node.settings.mixed_chunk):
+        if num_decoding and (not rows or rides_along(node)):
             decode = next_decode(node)
         if not may_begin and not rows and decode is None and not node.inflight:  # nobody decodes after all
             rows = prompt_rows(node, node.settings.chunk_tokens, may_begin=gate.may_begin(node, 0))
@@ -59,6 +59,15 @@ def plan(node: NodeState) -> bool:
             break
         launch(node, rows, decode)
     return len(node.queues[State.RUNNING]) < num_running
+
+
+def rides_along(node: NodeState) -> bool:
+    """Whether decode rows share the batches of prompts.
+
+    Not where stages have no micro-batch each: chunks of a prompt follow each other through them without a word from the
+    last one, and with the rows of one micro-batch each would wait for the tokens of the one before.
+    """
+    return node.settings.mixed_chunk and node.micro_batches.num_open == len(node.micro_batches.each)
 
 
 class DecodeTurn(Struct, frozen=True):
@@ -95,9 +104,10 @@ def launch(node: NodeState, rows: tuple[Row, ...], decode: DecodeTurn | None) ->
 def join_ahead(node: NodeState, rows: tuple[Row, ...]) -> None:
     """Whose first token is being sampled gets the next one from the next batch, before this result is known.
 
-    Not where there are several stages: the first would have to wait for that token, while others need not.
+    Not where there are several stages: the first would have to wait for that token, while others need not. Nor where
+    tokens come by the block: where one ends depends on a prompt whose batch may fail.
     """
-    if len(node.micro_batches.each) > 1:
+    if len(node.micro_batches.each) > 1 or node.settings.block_tokens > 1:
         return
     for row in rows:
         progress = node.requests[row.request]
@@ -113,7 +123,8 @@ def take_turn(node: NodeState, rows: tuple[Row, ...], decode: DecodeTurn | None)
         node.micro_batches.decoded(decode.index)
     num_tokens = sum(row.stop - row.start for row in rows)
     all_had_turn = decode is not None and not node.micro_batches.longest_wait
-    node.chunk_budget.launch(num_tokens, all_had_turn=all_had_turn)
+    num_decoding = node.micro_batches.num_members if decode is not None else 0
+    node.chunk_budget.launch(num_tokens, num_decoding=num_decoding, all_had_turn=all_had_turn)
 
 
 def prompt_budget(node: NodeState, *, others_wait: bool) -> int:
@@ -122,6 +133,8 @@ def prompt_budget(node: NodeState, *, others_wait: bool) -> int:
     if not others_wait:
         return settings.chunk_tokens
     if node.micro_batches.longest_wait >= settings.prefill_streak:
+        return 0
+    if settings.prefill_stall is not None and node.chunk_budget.is_stale(node.micro_batches.num_members):
         return 0
     return node.chunk_budget.tokens_while_others_wait(settings.prefill_stall, settings.chunk_tokens, settings.page_size)
 
@@ -213,6 +226,8 @@ def preempt_for_pages(node: NodeState, num_pages: int) -> bool:
     """Too few pages for the next decode batch: push somebody back. False: pages are on their way, wait for them."""
     coming = sum(len(progress.pages) for progress in node.live(State.RETRACTING))
     members = [node.requests[request] for request in node.micro_batches.members]
+    if leave_again(node, members):
+        return True
     running = [progress for progress in members if progress.state is State.RUNNING]
     chosen = victims(node, running, num_pages - node.pool.num_free - coming)
     if chosen:
@@ -229,6 +244,15 @@ def preempt_for_pages(node: NodeState, num_pages: int) -> bool:
     else:
         fail_for_lack_of_pages(node, last)
     return True
+
+
+def leave_again(node: NodeState, members: list[Progress]) -> bool:
+    """Whoever is ahead of its first token and lacks a page waits until that is known: for its sake nobody is pushed
+    back who has said more."""
+    early = [progress for progress in members if progress.state is State.COMPUTING and lacks_page(node, progress)]
+    for progress in early:
+        node.micro_batches.leave(progress)
+    return bool(early)
 
 
 def fail_for_lack_of_pages(node: NodeState, progress: Progress) -> None:

@@ -15,6 +15,7 @@ from tandem.core.settings import PrefillStall
 from tandem.core.values import ZERO_NS, Nanos
 
 REMEMBERED = 4096  # prompt tokens, at most
+RIDES_BETWEEN = 32  # batches with prompts and decode rows, at most, between two without prompts
 
 
 @dataclass(slots=True)
@@ -24,6 +25,8 @@ class ChunkBudget:
     num_measured: int = 0  # tokens
     took_ns: Nanos = ZERO_NS
     num_launched: int = 0  # prompt tokens since everybody who decodes had a turn
+    num_rides: int = 0  # batches of both since the last one without prompts ...
+    num_decoding: int = 0  # ... and the decode rows of that one
     cost: BatchCost = field(default_factory=BatchCost)
     line: CostLine | None = None  # as it was known last: batches of one size, as a budget makes them, do not tell
 
@@ -34,10 +37,11 @@ class ChunkBudget:
 
     def learn(self, num_tokens: int, duration_ns: Nanos, *, num_decoding: int = 0) -> None:
         """A batch has returned."""
+        took_us = self.cost.of_prompts(duration_ns // 1000, num_decoding)
         if not num_tokens:
             self.cost.decode_us = duration_ns // 1000
+        if not num_tokens or not took_us:
             return
-        took_us = self.cost.of_prompts(duration_ns // 1000, num_decoding)
         self.cost.add(num_tokens, took_us)
         self.line = self.cost.line() or self.line
         self.num_measured += num_tokens
@@ -46,9 +50,18 @@ class ChunkBudget:
             self.num_measured //= 2
             self.took_ns = Nanos(self.took_ns // 2)
 
-    def launch(self, num_tokens: int, *, all_had_turn: bool) -> None:
+    def launch(self, num_tokens: int, *, num_decoding: int, all_had_turn: bool) -> None:
         """all_had_turn: with this batch everybody who decodes has had one since the last batch of prompts"""
         self.num_launched = 0 if all_had_turn else self.num_launched + num_tokens
+        if num_decoding and num_tokens:
+            self.num_rides += 1
+        elif num_decoding:
+            self.num_rides, self.num_decoding = 0, num_decoding
+
+    def is_stale(self, num_decoding: int) -> bool:
+        """It is time for a batch without prompts: what those in it take longer is measured by the last one."""
+        known = self.num_decoding
+        return self.num_rides >= RIDES_BETWEEN or (self.num_rides > 0 and not known <= 2 * num_decoding <= 4 * known)
 
     def tokens_while_others_wait(self, stall: PrefillStall | None, most: int, page_size: int) -> int:
         """0: it is the turn of those who decode."""

@@ -320,7 +320,8 @@ def learn_cost(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) ->
     """What a prompt token costs, and what a batch of prompts costs beside its tokens."""
     prefill_gate(node.settings).learn(node, flight, outcome.duration_ns)
     num_tokens = sum(row.stop - row.start for row in flight.rows)
-    node.chunk_budget.learn(num_tokens, outcome.duration_ns, num_decoding=len(flight.members))
+    if num_tokens or not outcome.prefill_ranks:  # else it has waited for the prompts of other ranks
+        node.chunk_budget.learn(num_tokens, outcome.duration_ns, num_decoding=len(flight.members))
 
 
 class Emission:
