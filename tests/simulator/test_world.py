@@ -20,7 +20,8 @@ from tandem.core.events import (
 )
 from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import Router, RouterSettings
-from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
+from tandem.core.scheduler.chunk_budget import ChunkBudget
+from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, PrefillStall, Role
 from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Cut, Incarnation, Room
 from tandem.server.api.bootstrap_questions import ANSWER_NS
 from tandem.server.api.errors import Failure, Problem
@@ -31,6 +32,7 @@ from tandem.simulator.actors.linking import introduce
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import server_of
 from tandem.simulator.actors.vitals import Hang
+from tandem.simulator.hunt import run_seed
 from tandem.simulator.network import links
 from tandem.simulator.oracle import Script
 from tandem.simulator.scenario.parse import SMALL, quiet_options
@@ -415,3 +417,20 @@ def test_a_name_that_is_in_use_is_refused_by_the_edge() -> None:
     world.run(world.clock.time + 100 * SECOND)
     assert {event.cause for _, event in heard if isinstance(event, RequestRefused)} == {Cause.PEER_ABORTED}
     assert set(world.edge.codes) == {Problem.DUPLICATE_RID}
+
+
+@pytest.mark.parametrize("seed", [10_018, 10_131])
+def test_prompts_are_cut_by_what_they_cost_while_others_decode(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_cut = 0
+    allowed = ChunkBudget.tokens_while_others_wait
+
+    def counted(self: ChunkBudget, stall: PrefillStall | None, most: int, page_size: int) -> int:
+        nonlocal num_cut
+        found = allowed(self, stall, most, page_size)
+        num_cut += 0 < found < most
+        return found
+
+    monkeypatch.setattr(ChunkBudget, "tokens_while_others_wait", counted)
+    found = run_seed(seed)
+    assert (found.invariant, found.detail) == ("", "")
+    assert num_cut > 10

@@ -81,7 +81,7 @@ from tandem.simulator.checkers import Checkers
 from tandem.simulator.clock import Clock, LocalClock
 from tandem.simulator.faults.fault_injector import FaultInjector
 from tandem.simulator.faults.fault_schedule import FaultSchedule, cast_of
-from tandem.simulator.faults.options import ALONE, Options, coarsest_grid
+from tandem.simulator.faults.options import ALONE, FIRST_OFF_RECORD, Options, coarsest_grid
 from tandem.simulator.network.data_plane_faults import DataPlaneFaults
 from tandem.simulator.network.host import Host
 from tandem.simulator.network.http import Http
@@ -602,13 +602,16 @@ class World:
         self._work(life)
 
     def _timed(self, life: Life, plan: BatchPlan, outcome: BatchOutcome) -> BatchOutcome:
-        """With how long it took, where somebody weighs that against a load, or against waiting."""
-        delayer = life.settings.delayer
-        if life.tier is None and (delayer is None or not delayer.tunes_itself):
+        """With how long it took, where somebody weighs that: against a load, against waiting, or against what others
+        wait. The last not in seeds that were on record before."""
+        delayer, is_newer = life.settings.delayer, self.options.seed >= FIRST_OFF_RECORD
+        is_weighed = life.tier is not None or (delayer is not None and delayer.tunes_itself)
+        if not is_weighed and (life.settings.prefill_stall is None or not is_newer):
             return outcome
         num_tokens = sum(row.stop - row.start for row in plan.rows)
-        duration_ns = Nanos(life.cost.base_ns + num_tokens * life.cost.prompt_token_ns)
-        return msgspec.structs.replace(outcome, duration_ns=duration_ns)
+        num_decode_rows = len(life.workers.sampling.executor.tables.members(plan)) if is_newer else 0
+        exact = life.cost.base_ns + num_tokens * life.cost.prompt_token_ns + num_decode_rows * life.cost.decode_row_ns
+        return msgspec.structs.replace(outcome, duration_ns=Nanos(exact))
 
     def _draw_failure(self, life: Life) -> tuple[bool, frozenset[int]]:
         """Whether a forward pass raises, and rows whose logits are not finite. One of several workers that raises ends
