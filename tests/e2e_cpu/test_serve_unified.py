@@ -231,7 +231,7 @@ def assert_numbered(server: Server) -> None:
     before = len(server.log)
     server.generate(list(range(20, 420)) * 3, max_new_tokens=1)
     eventually(lambda: server.log.count("Prefill batch [", before) >= 3, what=lambda: server.log)
-    server.generate(PROMPT, max_new_tokens=100, sampling_params=FOREVER)
+    server.generate(PROMPT, max_new_tokens=250, sampling_params=FOREVER)
     pattern = r"(Prefill|Decode) batch \[(\d+)\], #(?:new-seq|running-req): \d+, "
     eventually(lambda: server.log.count("Decode batch [", before) >= 2, what=lambda: server.log)
     assert ("Prefill", "1") in re.findall(pattern, server.log)
