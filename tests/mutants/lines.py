@@ -1471,9 +1471,9 @@ OTHERS = (
     ),
     Break(
         "gate_that_tunes_itself_learns_nothing",
-        "core/scheduler/node.py",
-        "    prefill_gate(node.settings).learn(node, flight, outcome.duration_ns)",
-        "    pass",
+        "core/scheduler/chunk_budget.py",
+        "        self.cost.learn(num_tokens, duration_ns, num_decoding=num_decoding, is_mixed=is_mixed)",
+        "        pass",
         DELAYER + "a_gate_that_tunes_itself_waits_for_the_more_prompts_the_dearer_a_batch_is",
     ),
     Break(
@@ -2508,8 +2508,8 @@ OTHERS = (
     Break(
         "what_prompts_cost_is_not_learned_beside_decode_rows",
         "core/scheduler/node.py",
-        "    node.chunk_budget.learn(num_tokens, outcome.duration_ns, num_decoding=len(flight.members))",
-        "    node.chunk_budget.learn(0 if flight.members else num_tokens, outcome.duration_ns)",
+        "node.chunk_budget.learn(num_tokens, outcome.duration_ns, num_decoding=num_decoding, is_mixed=mixes(node))",
+        "node.chunk_budget.learn(0 if num_decoding else num_tokens, outcome.duration_ns)",
         "unit/test_core_plans.py::test_what_prompts_cost_is_learned_while_others_decode",
     ),
     Break(
@@ -2535,8 +2535,8 @@ OTHERS = (
     ),
     Break(
         "decode_rows_ride_where_stages_would_wait",
-        "core/scheduler/batch_planner.py",
-        "    return node.settings.mixed_chunk and node.micro_batches.num_open == len(node.micro_batches.each)",
+        "core/scheduler/state.py",
+        "    return node.settings.mixed_chunk and node.micro_batches.all_open",
         "    return node.settings.mixed_chunk",
         "unit/test_core_micro_batches.py::test_decode_rows_ride_with_prompts_where_each_stage_has_a_micro_batch",
     ),
@@ -2549,9 +2549,9 @@ OTHERS = (
     ),
     Break(
         "batches_without_prompts_are_not_measured_again",
-        "core/scheduler/batch_planner.py",
-        "    if settings.prefill_stall is not None and node.chunk_budget.is_stale(node.micro_batches.num_members):",
-        "    if False:",
+        "core/scheduler/chunk_budget.py",
+        "        if self.is_stale(num_decoding):",
+        "        if False:",
         "unit/test_core_plans.py::test_a_node_that_always_has_prompts_measures_batches_without_them",
     ),
     Break(
@@ -2570,16 +2570,16 @@ OTHERS = (
     ),
     Break(
         "who_waits_for_its_first_token_is_pushed_back",
-        "core/scheduler/batch_planner.py",
-        "    running = [progress for progress in members if progress.state is State.RUNNING]",
-        "    running = members",
+        "core/scheduler/preemption.py",
+        "    return [progress for progress in members if progress.state is State.RUNNING]",
+        "    return list(members)",
         "unit/test_core_plans.py::test_who_waits_for_its_first_token_is_pushed_back_for_nobody",
     ),
     Break(
         "who_waits_for_its_first_token_gives_way_to_a_newcomer",
         "core/scheduler/preemption.py",
-        "    running = [progress for progress in members if progress.state is State.RUNNING]",
-        "    running = list(members)",
+        "    return [progress for progress in members if progress.state is State.RUNNING]",
+        "    return [*members]",
         "unit/test_core_queues.py::test_who_waits_for_its_first_token_gives_way_to_nobody",
     ),
     Break(

@@ -424,9 +424,9 @@ def test_prompts_are_cut_by_what_they_cost_while_others_decode(seed: int, monkey
     num_cut = 0
     allowed = ChunkBudget.tokens_while_others_wait
 
-    def counted(self: ChunkBudget, stall: PrefillStall | None, most: int, page_size: int) -> int:
+    def counted(self: ChunkBudget, stall: PrefillStall | None, most: int, page_size: int, *, num_decoding: int) -> int:
         nonlocal num_cut
-        found = allowed(self, stall, most, page_size)
+        found = allowed(self, stall, most, page_size, num_decoding=num_decoding)
         num_cut += 0 < found < most
         return found
 

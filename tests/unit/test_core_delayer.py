@@ -141,9 +141,9 @@ def costly(**settings: Any) -> tuple[World, Replica]:
     world, node = node_with(AUTO, **settings)
     settle(world, node)
     state = node.state.delayer
-    state.cost = BatchCost()
+    cost = node.state.chunk_budget.cost = BatchCost()
     for size in (16, 64, 16, 64):
-        state.cost.learn(size, Nanos(100_000 + 1000 * size), num_decoding=0, is_mixed=False)
+        cost.learn(size, Nanos(100_000 + 1000 * size), num_decoding=0, is_mixed=False)
     state.arrivals = tuple(Nanos(world.now + 220_000 * at) for at in range(20))
     state.memory = DelayHistory(has_skipped_first=True)
     world.now = state.arrivals[-1]
@@ -233,10 +233,10 @@ def test_no_more_prompts_than_allowed_share_a_batch() -> None:
 def test_a_node_that_is_restored_goes_on_with_what_it_has_measured() -> None:
     world, node = costly()
     hold(world, node)
-    before = node.state.delayer
+    before = node.state.delayer, node.state.chunk_budget
     node.node.restore(node.node.snapshot())
-    assert node.state.delayer == before
-    assert node.state.delayer.cost.fixed_ns == 100_000
+    assert (node.state.delayer, node.state.chunk_budget) == before
+    assert node.state.chunk_budget.cost.fixed_ns == 100_000
 
 
 def test_the_slot_gate_waits_until_a_usual_batch_fits() -> None:

@@ -141,7 +141,7 @@ def test_what_batches_take_without_prompts_is_measured_again_now_and_then() -> N
     assert not budget.is_stale(100), "one with prompts has not been launched since"
     for _ in range(RIDES_BETWEEN):
         assert not budget.is_stale(8)
-        assert budget.tokens_while_others_wait(stall, 64, 16) == 64
+        assert budget.tokens_while_others_wait(stall, 64, 16, num_decoding=8) == 64
         budget.launch(64, num_decoding=8, all_had_turn=True)
     assert budget.is_stale(8)
     budget.launch(0, num_decoding=8, all_had_turn=True)
@@ -158,10 +158,10 @@ def test_what_prompts_cost_is_known_when_few_decode_after_many_or_many_after_few
     budget = ChunkBudget()
     for count in counts:
         for _ in range(200):
-            num_tokens = 0 if budget.is_stale(count) else budget.tokens_while_others_wait(stall, 512, 16)
+            num_tokens = budget.tokens_while_others_wait(stall, 512, 16, num_decoding=count)
             budget.launch(num_tokens, num_decoding=count, all_had_turn=True)
             took_us = 5000 + row_ms * 1000 * count + num_tokens * token_us
-            budget.learn(num_tokens, Nanos(int(1000 * took_us)), num_decoding=count)
+            budget.learn(num_tokens, Nanos(int(1000 * took_us)), num_decoding=count, is_mixed=True)
     assert budget.token_ns == pytest.approx(1000 * token_us, rel=0.1)
 
 
@@ -273,11 +273,11 @@ def test_where_two_batches_would_take_longer_than_the_time_allowed_there_is_one_
         budget = ChunkBudget()
         for num_tokens in (512, 128, 256, 512):
             budget.learn(num_tokens, Nanos(fixed_ms * MILLISECOND + num_tokens * MILLISECOND // 100))
-        assert budget.tokens_while_others_wait(stall, 400, 16) == 400
+        assert budget.tokens_while_others_wait(stall, 400, 16, num_decoding=1) == 400
         budget.launch(16, num_decoding=0, all_had_turn=False)
-        assert budget.tokens_while_others_wait(stall, 400, 16) == second, fixed_ms
+        assert budget.tokens_while_others_wait(stall, 400, 16, num_decoding=1) == second, fixed_ms
         budget.launch(0, num_decoding=1, all_had_turn=True)
-        assert budget.tokens_while_others_wait(stall, 400, 16) == 400
+        assert budget.tokens_while_others_wait(stall, 400, 16, num_decoding=1) == 400
 
 
 # --- overlap ---------------------------------------------------------------------------------------------------------

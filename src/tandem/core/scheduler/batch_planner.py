@@ -13,11 +13,11 @@ from tandem.core.disagg.sides import PrefillSide
 from tandem.core.scheduler.leaving import end, failure, forget_command
 from tandem.core.scheduler.micro_batches import MicroBatch, is_last_sampled
 from tandem.core.scheduler.page_tables import lacks_page, make_room
-from tandem.core.scheduler.preemption import retract, victims
+from tandem.core.scheduler.preemption import retract, runners, victims
 from tandem.core.scheduler.prefill_delayer import is_fresh, prefill_gate
 from tandem.core.scheduler.priorities import in_precedence
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
-from tandem.core.scheduler.state import NodeState, charge_stage_as_waiting, pages_for
+from tandem.core.scheduler.state import NodeState, charge_stage_as_waiting, mixes, pages_for
 from tandem.core.scheduler.window_claims import take_parts
 from tandem.core.values import BatchId, Cause, RequestId, ceil_div
 
@@ -50,7 +50,7 @@ def plan(node: NodeState) -> bool:
             rows = prompt_rows(node, budget, may_begin=may_begin)
             gate.note(node, len(rows))
         decode: DecodeTurn | None = None
-        if num_decoding and (not rows or rides_along(node)):
+        if num_decoding and (not rows or mixes(node)):
             decode = next_decode(node)
         if not may_begin and not rows and decode is None and not node.inflight:  # nobody decodes after all
             rows = prompt_rows(node, node.settings.chunk_tokens, may_begin=gate.may_begin(node, 0))
@@ -59,15 +59,6 @@ def plan(node: NodeState) -> bool:
             break
         launch(node, rows, decode)
     return len(node.queues[State.RUNNING]) < num_running
-
-
-def rides_along(node: NodeState) -> bool:
-    """Whether decode rows share the batches of prompts.
-
-    Not where stages have no micro-batch each: chunks of a prompt follow each other through them without a word from the
-    last one, and with the rows of one micro-batch each would wait for the tokens of the one before.
-    """
-    return node.settings.mixed_chunk and node.micro_batches.num_open == len(node.micro_batches.each)
 
 
 class DecodeTurn(Struct, frozen=True):
@@ -134,9 +125,9 @@ def prompt_budget(node: NodeState, *, others_wait: bool) -> int:
         return settings.chunk_tokens
     if node.micro_batches.longest_wait >= settings.prefill_streak:
         return 0
-    if settings.prefill_stall is not None and node.chunk_budget.is_stale(node.micro_batches.num_members):
-        return 0
-    return node.chunk_budget.tokens_while_others_wait(settings.prefill_stall, settings.chunk_tokens, settings.page_size)
+    return node.chunk_budget.tokens_while_others_wait(
+        settings.prefill_stall, settings.chunk_tokens, settings.page_size, num_decoding=node.micro_batches.num_members
+    )
 
 
 def prompt_rows(node: NodeState, budget: int, *, may_begin: bool) -> tuple[Row, ...]:
@@ -228,8 +219,7 @@ def preempt_for_pages(node: NodeState, num_pages: int) -> bool:
     members = [node.requests[request] for request in node.micro_batches.members]
     if leave_again(node, members):
         return True
-    running = [progress for progress in members if progress.state is State.RUNNING]
-    chosen = victims(node, running, num_pages - node.pool.num_free - coming)
+    chosen = victims(node, runners(node), num_pages - node.pool.num_free - coming)
     if chosen:
         for progress in chosen:
             retract(node, progress)

@@ -35,14 +35,12 @@ class ChunkBudget:
         """What a prompt token costs; 0: not known yet."""
         return Nanos(self.took_ns // self.num_measured) if self.num_measured else ZERO_NS
 
-    def learn(self, num_tokens: int, duration_ns: Nanos, *, num_decoding: int = 0) -> None:
-        """A batch has returned."""
+    def learn(self, num_tokens: int, duration_ns: Nanos, *, num_decoding: int = 0, is_mixed: bool = False) -> None:
+        """A batch has returned. is_mixed: as `BatchCost` has it"""
+        self.cost.learn(num_tokens, duration_ns, num_decoding=num_decoding, is_mixed=is_mixed)
         took_us = self.cost.of_prompts(duration_ns // 1000, num_decoding)
-        if not num_tokens:
-            self.cost.decode_us = duration_ns // 1000
         if not num_tokens or not took_us:
             return
-        self.cost.add(num_tokens, took_us)
         self.line = self.cost.line() or self.line
         self.num_measured += num_tokens
         self.took_ns = Nanos(self.took_ns + 1000 * took_us)
@@ -63,10 +61,14 @@ class ChunkBudget:
         known = self.num_decoding
         return self.num_rides >= RIDES_BETWEEN or (self.num_rides > 0 and not known <= 2 * num_decoding <= 4 * known)
 
-    def tokens_while_others_wait(self, stall: PrefillStall | None, most: int, page_size: int) -> int:
+    def tokens_while_others_wait(
+        self, stall: PrefillStall | None, most: int, page_size: int, *, num_decoding: int
+    ) -> int:
         """0: it is the turn of those who decode."""
         if stall is None or not self.token_ns:
             return most
+        if self.is_stale(num_decoding):
+            return 0
         if self.dear_batches(stall) is not None:
             return 0 if self.num_launched else min(most, self.tokens_in_turn(stall, page_size))
         allowed = self.tokens_in_turn(stall, page_size) - self.num_launched

@@ -93,7 +93,7 @@ def state(node: EngineNode) -> dict[str, object]:
         "storage": {number: str(operation.act) for number, operation in own.storage.operations.items()},
         "costs": {
             "prompt_token_us": own.chunk_budget.token_ns / 1000,
-            "prompt_batch_us": own.delayer.cost.fixed_ns / 1000,  # beside its tokens; where a delayer goes by it
+            "prompt_batch_us": own.chunk_budget.cost.fixed_ns / 1000,  # beside its tokens
             "load_page_from_host_us": own.host.break_even.page_load_ns / 1000,
             "load_page_from_storage_us": own.storage.break_even.page_load_ns / 1000,
         },  # as measured here; 0: not yet

@@ -72,6 +72,11 @@ class MicroBatches:
         return sum([len(one.members) for one in self.each])
 
     @property
+    def all_open(self) -> bool:
+        """Each stage has one."""
+        return self.num_open == len(self.each)
+
+    @property
     def joining(self) -> set[RequestId]:
         """Members of whom the workers have not heard yet."""
         return {request for one in self.each for request in one.joins}

@@ -75,7 +75,7 @@ from tandem.core.scheduler.request_state import (
     Trigger,
     has_ended,
 )
-from tandem.core.scheduler.state import NodeState, charge_stage, due, earliest_timer, enter, schedule
+from tandem.core.scheduler.state import NodeState, charge_stage, due, earliest_timer, enter, mixes, schedule
 from tandem.core.scheduler.window_claims import free_windows_command, pass_window
 from tandem.core.settings import NodeSettings
 from tandem.core.values import Cause, Incarnation, Nanos, RequestId, ShardId, earlier
@@ -318,10 +318,9 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
 
 def learn_cost(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) -> None:
     """What a prompt token costs, and what a batch of prompts costs beside its tokens."""
-    prefill_gate(node.settings).learn(node, flight, outcome.duration_ns)
-    num_tokens = sum(row.stop - row.start for row in flight.rows)
+    num_tokens, num_decoding = sum(row.stop - row.start for row in flight.rows), len(flight.members)
     if num_tokens or not outcome.prefill_ranks:  # else it has waited for the prompts of other ranks
-        node.chunk_budget.learn(num_tokens, outcome.duration_ns, num_decoding=len(flight.members))
+        node.chunk_budget.learn(num_tokens, outcome.duration_ns, num_decoding=num_decoding, is_mixed=mixes(node))
 
 
 class Emission:

@@ -159,4 +159,4 @@ def delayer_passes(delayer: DelayerState) -> tuple[DelayerPasses, ...]:
 
 
 def tuning(state: NodeState) -> DelayerTuning:
-    return DelayerTuning(state.delayer.cost.fixed_ns, state.delayer.num_wanted)
+    return DelayerTuning(state.chunk_budget.cost.fixed_ns, state.delayer.num_wanted)

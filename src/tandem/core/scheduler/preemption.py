@@ -22,6 +22,12 @@ from tandem.core.scheduler.window_claims import claim_of, num_unclaimed
 from tandem.core.values import PageHash
 
 
+def runners(node: NodeState) -> list[Progress]:
+    """Who may be pushed back: of those who decode all who have said a token since they began."""
+    members = map(node.requests.__getitem__, node.micro_batches.members)
+    return [progress for progress in members if progress.state is State.RUNNING]
+
+
 def victims(node: NodeState, running: Sequence[Progress], num_pages: int) -> list[Progress]:
     """Requests whose pages are enough, together, to cover `num_pages`; never all of them."""
     order = sorted(running, key=lambda progress: (progress.generated, -progress.length, -progress.id))
@@ -62,9 +68,7 @@ def preempt(node: NodeState, newcomer: Progress, reserve: Reserve) -> bool:
         return False
     node.micro_batches.leave_if_last(node.requests)
     limit = rank(node, newcomer.request) + node.settings.priorities.preemption_threshold
-    members = map(node.requests.__getitem__, node.micro_batches.members)
-    running = [progress for progress in members if progress.state is State.RUNNING]
-    outranked = [progress for progress in running if rank(node, progress.request) > limit]
+    outranked = [progress for progress in runners(node) if rank(node, progress.request) > limit]
     outranked.sort(key=lambda progress: (rank(node, progress.request), progress.id), reverse=True)
     if not outranked:
         return False

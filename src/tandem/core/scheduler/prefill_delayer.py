@@ -20,7 +20,7 @@ from tandem.core.events import LoadsGathered
 from tandem.core.rank_load import RankLoad
 from tandem.core.scheduler.delayer_policy import agree, expected_batch, remember_batch, worth_waiting_for
 from tandem.core.scheduler.prompt_costs import next_prompt_ns, remember_arrivals
-from tandem.core.scheduler.request_state import InflightBatch, Progress, State, WaitingFor
+from tandem.core.scheduler.request_state import Progress, State, WaitingFor
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import DelayerSettings, NodeSettings
 from tandem.core.values import ZERO_NS, Nanos
@@ -39,10 +39,6 @@ class PrefillGate(Protocol):
         """When to ask again although nothing has happened."""
         ...
 
-    def learn(self, node: NodeState, flight: InflightBatch, duration_ns: Nanos) -> None:
-        """A batch has returned, and has taken so long."""
-        ...
-
 
 class AlwaysOpen(Struct, frozen=True):
     def may_begin(self, node: NodeState, num_decoding: int) -> bool:
@@ -53,9 +49,6 @@ class AlwaysOpen(Struct, frozen=True):
 
     def opens_at(self, node: NodeState) -> Nanos | None:
         return None
-
-    def learn(self, node: NodeState, flight: InflightBatch, duration_ns: Nanos) -> None:
-        pass
 
 
 class Delayer(Struct, frozen=True):
@@ -138,15 +131,10 @@ class Delayer(Struct, frozen=True):
         return structs.replace(
             load,
             waited_ns=Nanos(sum(node.now - progress.entered_at for progress in fresh)),
-            batch_ns=own.cost.fixed_ns,
+            batch_ns=node.chunk_budget.cost.fixed_ns,
             next_prompt_ns=next_prompt_ns(own.arrivals, node.now),
             gets_no_larger=is_full or len(fresh) < len(unfinished),
         )
-
-    def learn(self, node: NodeState, flight: InflightBatch, duration_ns: Nanos) -> None:
-        if self.settings.tunes_itself:
-            num_tokens, is_mixed = sum(row.stop - row.start for row in flight.rows), node.settings.mixed_chunk
-            node.delayer.cost.learn(num_tokens, duration_ns, num_decoding=len(flight.members), is_mixed=is_mixed)
 
     def note(self, node: NodeState, num_rows: int) -> None:
         state = node.delayer

@@ -27,7 +27,6 @@ from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.delayer_policy import Decision
 from tandem.core.scheduler.micro_batches import MicroBatches
-from tandem.core.scheduler.prompt_costs import BatchCost
 from tandem.core.scheduler.request_state import LIFECYCLE, WANTS_KV, InflightBatch, Progress, State, Trigger, has_ended
 from tandem.core.settings import NodeSettings, PrefillInfo, WindowSettings
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, RequestId, Room, ceil_div
@@ -85,8 +84,7 @@ class DelayerState:
     ask_at: Nanos = ZERO_NS  # with several ranks: when a pass may be asked for (again)
     gathered: LoadsGathered | None = None  # what they said for the next batch
     batches: tuple[int, ...] = ()  # requests in the last prompt batches
-    cost: BatchCost = field(default_factory=BatchCost)  # of a prompt batch, where the queue gate tunes itself
-    arrivals: tuple[Nanos, ...] = ()  # of the last prompts, there
+    arrivals: tuple[Nanos, ...] = ()  # of the last prompts, where the queue gate tunes itself
     num_wanted: int = 0  # and how many were worth waiting for when it was last asked about prompts
     load: RankLoad | None = None  # of the last pass
     decision: Decision | None = None
@@ -227,6 +225,15 @@ def charge(node: NodeState, progress: Progress, stage: str | None) -> None:
 def add_stage(progress: Progress, stage: str, duration_ns: Nanos) -> None:
     if duration_ns > 0:
         progress.stages[stage] = Nanos(progress.stages.get(stage, 0) + duration_ns)
+
+
+def mixes(node: NodeState) -> bool:
+    """Whether decode rows ride with prompts.
+
+    Not where stages have no micro-batch each: chunks of a prompt follow each other through them without a word from the
+    last one, and with the rows of one micro-batch each would wait for the tokens of the one before.
+    """
+    return node.settings.mixed_chunk and node.micro_batches.all_open
 
 
 def pages_for(node: NodeState, num_tokens: int) -> int:
