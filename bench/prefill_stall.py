@@ -26,7 +26,7 @@ from tandem.cli.ports import free_ports
 CLIENTS, REQUESTS, PROMPT, ANSWER = 16, 32, 128, 64  # as bench.peers
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Setting:
     max_prefill_stall_ms: int
     mixed: bool

@@ -1082,7 +1082,7 @@ BREAKS = (
         "server/node/settings.py",
         "mixed_chunk=config.enable_mixed_chunk,",
         "mixed_chunk=config.enable_mixed_chunk and config.pp_size == 1,",
-        IDENTITY + "prompts_and_those_who_decode_share_batches_of_stages_that_are_told_so",
+        IDENTITY + "prompts_and_those_who_decode_share_batches_of_stages",
     ),
     Break(
         "rooms_are_never_believed",

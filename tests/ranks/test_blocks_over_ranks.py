@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 ONE, TP2, PP2, BOTH = (), ("--tp", "2"), ("--pp", "2"), ("--tp", "2", "--pp", "2")
 TP4, DIVIDED = ("--tp", "4"), ("--pp", "2", "--pp-min-micro-batch-size", "1")  # two who decode are in two micro-batches
 RETRY, PARK = (("--optimistic-prefill-policy", policy) for policy in ("retry", "park"))
-UNIFIED = [TP2, *slow(DIVIDED, BOTH, TP4, (*PP2, "--disable-overlap-schedule"), (*PP2, "--enable-mixed-chunk"))]
+UNIFIED = [TP2, *slow(DIVIDED, BOTH, TP4, (*PP2, "--disable-overlap-schedule"), (*PP2, "--no-enable-mixed-chunk"))]
 PAIRS = [
     (PP2, TP2),
     *slow((BOTH, TP2), (TP2, BOTH), (ONE, DIVIDED), (TP4, ONE), (TP2, TP2), (PP2, DIVIDED)),

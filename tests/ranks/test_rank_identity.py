@@ -25,7 +25,7 @@ FLAGS = ("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384")
 FAULTS = ("--enable-fault-injection",)
 FAILING = 0.7  # of the transfers, one draw for each worker
 NO_OVERLAP = ("--disable-overlap-schedule",)
-MIXED = ("--enable-mixed-chunk",)
+APART = ("--no-enable-mixed-chunk",)  # prompts and decode rows in batches of their own
 EXACT = ("--deterministic",)
 DIVIDED = ("--pp-min-micro-batch-size", "1")  # two who decode are in two micro-batches
 RETRY = ("--optimistic-prefill-policy", "retry")
@@ -54,7 +54,7 @@ def slow(*values: object) -> list[Any]:  # pytest does not name the type
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-UNIFIED = (Grid(2, 1), Grid(1, 2, (*MIXED, *DIVIDED)))
+UNIFIED = (Grid(2, 1), Grid(1, 2, (*APART, *DIVIDED)))
 MORE_UNIFIED = slow(
     Grid(4, 1),
     Grid(1, 4),
@@ -62,8 +62,8 @@ MORE_UNIFIED = slow(
     Grid(2, 2, DIVIDED),
     Grid(2, 2, NO_OVERLAP),
     Grid(1, 4, NO_OVERLAP),
-    Grid(2, 2, MIXED),
-    Grid(1, 1, MIXED, cp=2),
+    Grid(2, 2, APART),
+    Grid(1, 1, APART, cp=2),
     Grid(2, 2, cp=2),
     Grid(2, 2, (*EXACT, *DIVIDED)),
 )
@@ -80,14 +80,14 @@ DECODES = (
     Grid(4, 1),
     Grid(1, 2, NO_OVERLAP),
     Grid(1, 4, DIVIDED),
-    Grid(2, 2, (*MIXED, *DIVIDED)),
+    Grid(2, 2, (*APART, *DIVIDED)),
 )
 OTHER_PREFILLS = {  # by who pulls from them
     Grid(1, 1): (Grid(2, 1, cp=2), Grid(1, 2, cp=2)),  # the tokens of prompts are shared out
     Grid(2, 1): (Grid(3, 1), Grid(1, 1, cp=3)),
     Grid(4, 1): (Grid(1, 1, NO_OVERLAP, cp=2),),
     Grid(1, 2, NO_OVERLAP): (Grid(2, 2, RETRY, cp=2), Grid(1, 2)),
-    Grid(2, 2, (*MIXED, *DIVIDED)): (Grid(2, 2),),
+    Grid(2, 2, (*APART, *DIVIDED)): (Grid(2, 2),),
 }
 MORE_PAIRS = slow(
     *((prefill, decode) for decode in DECODES for prefill in (*PREFILLS, *OTHER_PREFILLS.get(decode, ()))),
@@ -136,9 +136,9 @@ def test_streams_are_in_as_many_micro_batches_as_there_are_stages_and_say_what_e
         assert_idle([server])
 
 
-def test_prompts_and_those_who_decode_share_batches_of_stages_that_are_told_so(tmp_path: Path) -> None:
+def test_prompts_and_those_who_decode_share_batches_of_stages(tmp_path: Path) -> None:
     """Where each stage has a micro-batch: the next one that may go on while a prompt of many chunks waits has both."""
-    words = Grid(1, 2, (*MIXED, *DIVIDED)).words
+    words = Grid(1, 2, DIVIDED).words
     with cluster(unified=True, flags=[*FLAGS, *words, "--flight-record", str(tmp_path)]) as it:
         assert it.unified is not None
         asked = {"max_new_tokens": 4000, "sampling_params": {"ignore_eos": True}}

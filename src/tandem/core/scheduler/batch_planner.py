@@ -237,8 +237,8 @@ def preempt_for_pages(node: NodeState, num_pages: int) -> bool:
 
 
 def leave_again(node: NodeState, members: list[Progress]) -> bool:
-    """Whoever is ahead of its first token and lacks a page waits until that is known: for its sake nobody is pushed
-    back who has said more."""
+    """Whoever is ahead of its first token and needs another page waits until that is known: for its sake nobody is
+    pushed back who has said more."""
     early = [progress for progress in members if progress.state is State.COMPUTING and lacks_page(node, progress)]
     for progress in early:
         node.micro_batches.leave(progress)
