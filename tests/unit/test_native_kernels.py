@@ -1,10 +1,13 @@
 """The native kernels against fp64: fresh random inputs, odd sizes, outputs that begin as NaN, every instruction set."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
-from attention_world import World
+from attention_world import World, sequence
+from tandem.engine.batch import TokenSpan
 from tandem.engine.layers.product import product
 from tandem.engine.native import library
 from tandem.engine.native.library import OFF, ONE_ORDER, SWITCH, Kernels
@@ -149,6 +152,45 @@ def test_attention_is_that_of_fp64(
 
     for out, expected in world.play():
         near(out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "page_size", "head_dim", "window"),
+    [((8, 2), 16, 64, None), ((6, 2), 32, 96, 70), ((4, 4), 16, 32, 5), ((16, 1), 16, 80, None), ((5, 1), 6, 64, 40)],
+)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_row_of_attention_has_the_bits_that_it_has_among_others(
+    name: str,
+    heads: tuple[int, int],
+    page_size: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    draw: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SWITCH, name)
+    length = 200
+    q, k, v = (torch.randn(length, n, head_dim, generator=draw).to(dtype) for n in (heads[0], heads[1], heads[1]))
+
+    def computed(*stops: int) -> Tensor:
+        """The prompt in parts that end there, over memory that was NaN"""
+        world = World("native", heads, page_size, window, head_dim=head_dim, dtype=dtype)
+        mine = sequence(0, length, pages=iter(range(5, 5 + length)), page_size=page_size)
+        found = []
+        for start, stop in pairwise((0, *stops)):
+            batch = world.batches.build([TokenSpan(mine, start, stop, samples=False)], None)
+            world.kv.clear(batch.pages_to_clear)
+            world.attention.plan(batch)
+            found.append(world.attention.forward(*(each[start:stop] for each in (q, k, v)), layer=1))
+        return torch.cat(found)
+
+    whole = computed(length)
+
+    assert whole.isfinite().all()
+    assert torch.equal(computed(*range(1, length + 1)), whole), "alone"
+    assert torch.equal(computed(2, 5, 64, 65, 67, 130, 131, length), whole), "or beside some of them"
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -10,6 +10,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "ahead.h"
@@ -25,7 +26,6 @@ constexpr int MAX_ROWS = 64;  // of a unit
 #else
 constexpr int MAX_ROWS = 32;
 #endif
-constexpr int AHEAD = 32;  // keys that are fetched before they are needed
 
 #if defined(__AVX512BF16__)
 template <class T>
@@ -104,6 +104,76 @@ inline Span span_at(const BatchView& batch, int64_t first, int64_t most) {
     return {first, last};
 }
 
+// The rows of one head at positions [at, last], one after the other: to divide for each would take longer than its
+// products.
+template <class T>
+class KeyRows {
+  public:
+    KeyRows(const KvPages<T>& kv, const int64_t* pages, int64_t head, int64_t layer, int64_t at, int64_t last)
+        : kv_(kv), pages_(pages + at / kv.page_size), head_(head), layer_(layer), at_(at), last_(last),
+          size_(kv.row_bytes()) {
+        begin(at % kv.page_size);
+    }
+
+    bool is_at(int64_t position) const { return at_ == position && has_more(); }
+    bool has_more() const { return at_ <= last_; }
+    const char* key() const { return row_; }
+    const char* value() const { return row_ + kv_.page_size * size_; }
+    int64_t size() const { return size_; }
+    void next() {
+        row_ += size_;
+        if (++at_ > last_ || --left_ > 0) return;
+        pages_++;
+        begin(0);
+    }
+
+  private:
+    void begin(int64_t slot) {
+        row_ = kv_.key(*pages_, slot, head_, layer_);
+        left_ = kv_.page_size - slot;
+    }
+
+    const KvPages<T>& kv_;
+    const int64_t* pages_;  // from that of `at_` on
+    int64_t head_, layer_, at_, last_, size_, left_;
+    const char* row_;
+};
+
+// Rows that are fetched into the second cache while a block is computed, a few lines at a time (see `ahead.h`): as many keys
+// and values as a block has.
+template <class T>
+class RowsAhead {
+  public:
+    using Rows = std::optional<KeyRows<T>>;
+
+    explicit RowsAhead(const Rows& rows) : rows_(rows), left_(rows ? KEYS_OF<ShareOf<T>> : 0) {}
+
+    void read() {
+        if (!any()) return;
+        for (int64_t i = at_; i < at_ + STEP; i += LINE_BYTES) {
+            _mm_prefetch(rows_->key() + i, _MM_HINT_T1);
+            _mm_prefetch(rows_->value() + i, _MM_HINT_T1);
+        }
+        if ((at_ += STEP) < rows_->size()) return;
+        at_ = 0;
+        left_--;
+        rows_->next();
+    }
+
+    void read_all() {
+        while (any()) read();
+    }
+
+  private:
+    static constexpr int64_t STEP = 2 * LINE_BYTES;
+
+    bool any() const { return left_ > 0 && rows_->has_more(); }
+
+    Rows rows_;
+    int64_t at_ = 0;  // bytes of a row
+    int left_;
+};
+
 // Sixteen keys, turned: unit u of all stands together. A unit is 32 bits: one fp32, or two bf16.
 template <class T>
 struct TurnedKeys {
@@ -134,9 +204,11 @@ struct KeyBlock {
     TurnedKeys<T> keys[1];
     const T* values[LANES];
 
-    void fill(const T* const* key_rows, const T* const* value_rows, int64_t head_dim) {
-        keys[0].fill(key_rows, head_dim);
-        std::copy(value_rows, value_rows + LANES, values);
+    void fill_keys(const T* const* rows, int64_t head_dim, RowsAhead<T>&) { keys[0].fill(rows, head_dim); }
+
+    void fill_values(const T* const* rows, int64_t, RowsAhead<T>& ahead) {
+        std::copy(rows, rows + LANES, values);
+        ahead.read_all();
     }
 };
 
@@ -149,19 +221,27 @@ struct KeyBlock<bf16, bf16> {
     TurnedKeys<bf16> keys[PARTS];
     alignas(64) uint32_t values[MAX_HEAD_DIM / LANES][PAIRS][LANES];
 
-    void fill(const bf16* const* key_rows, const bf16* const* value_rows, int64_t head_dim) {
-        for (int part = 0; part < PARTS; part++) keys[part].fill(key_rows + part * LANES, head_dim);
+    void fill_keys(const bf16* const* rows, int64_t head_dim, RowsAhead<bf16>& ahead) {
+        for (int part = 0; part < PARTS; part++) {
+            keys[part].fill(rows + part * LANES, head_dim);
+            ahead.read();
+        }
+    }
+
+    void fill_values(const bf16* const* rows, int64_t head_dim, RowsAhead<bf16>& ahead) {
         for (int64_t d = 0; d < head_dim; d += 2 * LANES) {
             const __mmask32 there = __mmask32((uint64_t(1) << std::min<int64_t>(2 * LANES, head_dim - d)) - 1);
             for (int j = 0; j < PAIRS; j++) {
-                const __m512i first = _mm512_maskz_loadu_epi16(there, value_rows[2 * j] + d);
-                const __m512i second = _mm512_maskz_loadu_epi16(there, value_rows[2 * j + 1] + d);
+                const __m512i first = _mm512_maskz_loadu_epi16(there, rows[2 * j] + d);
+                const __m512i second = _mm512_maskz_loadu_epi16(there, rows[2 * j + 1] + d);
                 for (int half = 0; half < 2; half++) {
                     const __m512i place = _mm512_loadu_si512(PLACES[half].data());
                     _mm512_store_si512(values[d / LANES + half][j], _mm512_permutex2var_epi16(first, place, second));
                 }
+                ahead.read();
             }
         }
+        ahead.read_all();
     }
 
   private:
@@ -476,12 +556,10 @@ inline F16 seen_only(F16 scores, int64_t first_key, int64_t least, int64_t last)
 
 // rows: ROWS, or fewer of a tile
 template <class T, int ROWS>
-inline void take_block(const Queries<T>& q, int row, int rows, const BlockOf<T>& block, const int64_t* positions,
-                       int64_t first_key, int64_t window, float scale, int64_t head_dim,
-                       Mixture<ShareOf<T>>& mixture) {
+inline void take_scores(const F16 (*scores)[PARTS_OF<ShareOf<T>>], int row, int rows, const BlockOf<T>& block,
+                        const int64_t* positions, int64_t first_key, int64_t window, float scale, int64_t head_dim,
+                        Mixture<ShareOf<T>>& mixture) {
     constexpr int KEYS = KEYS_OF<ShareOf<T>>, PARTS = PARTS_OF<ShareOf<T>>;
-    alignas(64) F16 scores[ROWS][PARTS];
-    score<ROWS>(q, row, block, scores);
     bool any = false;
     for (int r = 0; r < rows; r++) {
         const int64_t last = positions[row + r], least = window ? last + 1 - window : 0;
@@ -499,6 +577,15 @@ inline void take_block(const Queries<T>& q, int row, int rows, const BlockOf<T>&
 }
 
 template <class T, int ROWS>
+inline void take_block(const Queries<T>& q, int row, int rows, const BlockOf<T>& block, const int64_t* positions,
+                       int64_t first_key, int64_t window, float scale, int64_t head_dim,
+                       Mixture<ShareOf<T>>& mixture) {
+    alignas(64) F16 scores[ROWS][PARTS_OF<ShareOf<T>>];
+    score<ROWS>(q, row, block, scores);
+    take_scores<T, ROWS>(scores, row, rows, block, positions, first_key, window, scale, head_dim, mixture);
+}
+
+template <class T, int ROWS>
 inline void take_rows(const Queries<T>& q, int row, int rows, const BlockOf<T>& block, const int64_t* positions,
                       int64_t first_key, int64_t window, float scale, int64_t head_dim,
                       Mixture<ShareOf<T>>& mixture) {
@@ -508,6 +595,109 @@ inline void take_rows(const Queries<T>& q, int row, int rows, const BlockOf<T>& 
     take_block<T, ROWS>(q, row, rows, block, positions, first_key, window, scale, head_dim, mixture);
 }
 
+// Units of few rows, by tiles; of types that have none there are no such units.
+template <class T>
+struct OneTile {
+    static bool fits(int, const KvPages<T>&) { return false; }
+    template <class... Given>
+    void set(const Given&...) {}
+    template <class... Given>
+    void multiply(const Given&...) {}
+    template <class... Given>
+    void take(const Given&...) {}
+};
+
+#if defined(__AMX_BF16__)
+
+// To turn keys would take longer than their products with one tile of rows. So there keys are the left operand, where they
+// stand, and the queries, turned once, the right one: the same sums.
+template <>
+class OneTile<bf16> {
+  public:
+    static constexpr int PARTS = PARTS_OF<bf16>, KEYS = KEYS_OF<bf16>;
+    static constexpr int64_t WIDTH = 2 * LANES;  // of a tile, in values
+
+    // Sixteen keys of a block have to stand one after the other, in whole tiles.
+    static bool fits(int rows, const KvPages<bf16>& kv) {
+        return rows <= TILE_ROWS && !kv.is_int8 && kv.page_size % LANES == 0 && kv.head_dim % WIDTH == 0;
+    }
+
+    // rows: queries, zeros where there is none
+    void set(const bf16* const rows[LANES], int64_t head_dim) { queries_.fill(rows, head_dim); }
+
+    // keys: of a block, `nothing` where there is none. What stands where there is none may be anything: nobody reads its
+    // products.
+    void multiply(const bf16* const keys[KEYS], const bf16* nothing, int64_t head_dim, RowsAhead<bf16>& ahead) {
+        struct {
+            const bf16* first;
+            int64_t distance;  // bytes
+        } at[PARTS];
+        for (int part = 0; part < PARTS; part++) {
+            const bf16* const* rows = keys + part * LANES;
+            const auto found = std::find_if(rows, rows + LANES, [&](auto key) { return key != nothing; });
+            const bool any = found != rows + LANES;
+            at[part].first = any ? *found - (found - rows) * head_dim : nothing;
+            at[part].distance = any ? head_dim * sizeof(bf16) : 0;
+        }
+        written();
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t d = 0; d < head_dim; d += WIDTH) {
+            _tile_loadd(4, queries_.units[d / 2], LINE_BYTES);
+            _tile_loadd(5, at[0].first + d, at[0].distance);
+            _tile_dpbf16ps(0, 5, 4);
+            _tile_loadd(6, at[1].first + d, at[1].distance);
+            _tile_dpbf16ps(1, 6, 4);
+            ahead.read();
+            _tile_loadd(7, at[2].first + d, at[2].distance);
+            _tile_dpbf16ps(2, 7, 4);
+            _tile_loadd(5, at[3].first + d, at[3].distance);
+            _tile_dpbf16ps(3, 5, 4);
+            ahead.read();
+        }
+        _tile_stored(0, products_[0], LINE_BYTES);
+        _tile_stored(1, products_[LANES], LINE_BYTES);
+        _tile_stored(2, products_[2 * LANES], LINE_BYTES);
+        _tile_stored(3, products_[3 * LANES], LINE_BYTES);
+        written();
+    }
+
+    // The block whose keys were multiplied
+    void take(int rows, const BlockOf<bf16>& block, const int64_t* positions, int64_t first_key, int64_t window,
+              float scale, int64_t head_dim, Mixture<bf16>& mixture) {
+        alignas(64) F16 scores[TILE_ROWS][PARTS];
+        for (int row = 0; row < rows; row += 4)
+            for (int part = 0; part < PARTS; part++) turn_four(row, part, scores);
+        take_scores<bf16, TILE_ROWS>(scores, 0, rows, block, positions, first_key, window, scale, head_dim, mixture);
+    }
+
+  private:
+    // The scores of four rows with sixteen keys
+    void turn_four(int row, int part, F16 (*to)[PARTS]) const {
+        __m512 keys[4];  // key 4 * j + i, row + r: in place 4 * j + r
+        for (int i = 0; i < 4; i++) {
+            auto rows = [&](int j) { return _mm_load_ps(products_[part * LANES + 4 * j + i] + row); };
+            keys[i] = _mm512_castps128_ps512(rows(0));
+            keys[i] = _mm512_mask_broadcast_f32x4(keys[i], 0x00f0, rows(1));
+            keys[i] = _mm512_mask_broadcast_f32x4(keys[i], 0x0f00, rows(2));
+            keys[i] = _mm512_mask_broadcast_f32x4(keys[i], 0xf000, rows(3));
+        }
+        const __m512 low[2] = {_mm512_unpacklo_ps(keys[0], keys[1]), _mm512_unpacklo_ps(keys[2], keys[3])};
+        const __m512 high[2] = {_mm512_unpackhi_ps(keys[0], keys[1]), _mm512_unpackhi_ps(keys[2], keys[3])};
+        to[row][part] = {_mm512_shuffle_ps(low[0], low[1], 0x44)};
+        to[row + 1][part] = {_mm512_shuffle_ps(low[0], low[1], 0xee)};
+        to[row + 2][part] = {_mm512_shuffle_ps(high[0], high[1], 0x44)};
+        to[row + 3][part] = {_mm512_shuffle_ps(high[0], high[1], 0xee)};
+    }
+
+    TurnedKeys<bf16> queries_;
+    alignas(64) float products_[KEYS][LANES];  // [key][row]
+};
+
+#endif
+
 // What one thread works in.
 template <class T>
 struct AttentionWork {
@@ -516,48 +706,7 @@ struct AttentionWork {
     Mixture<ShareOf<T>> mixture;
     alignas(64) T nothing[MAX_HEAD_DIM] = {};  // stands where there is no key
     alignas(64) T made[2][KEYS_OF<ShareOf<T>>][MAX_HEAD_DIM];  // keys and values of a block, where they are int8 in memory
-};
-
-// The rows of one head at positions [at, last], one after the other: to divide for each would take longer than its
-// products.
-template <class T>
-class KeyRows {
-  public:
-    KeyRows(const KvPages<T>& kv, const int64_t* pages, int64_t head, int64_t layer, int64_t at, int64_t last)
-        : kv_(kv), pages_(pages + at / kv.page_size), head_(head), layer_(layer), at_(at), last_(last),
-          size_(kv.row_bytes()) {
-        begin(at % kv.page_size);
-    }
-
-    bool is_at(int64_t position) const { return at_ == position && has_more(); }
-    bool is_before(int64_t position) const { return at_ < position && has_more(); }
-    bool has_more() const { return at_ <= last_; }
-    const char* key() const { return row_; }
-    const char* value() const { return row_ + kv_.page_size * size_; }
-    // Both to the second cache: the processor's own prefetching ends with a page of the system.
-    void fetch() const {
-        for (int64_t i = 0; i < size_; i += 64) {
-            _mm_prefetch(key() + i, _MM_HINT_T1);
-            _mm_prefetch(value() + i, _MM_HINT_T1);
-        }
-    }
-    void next() {
-        row_ += size_;
-        if (++at_ > last_ || --left_ > 0) return;
-        pages_++;
-        begin(0);
-    }
-
-  private:
-    void begin(int64_t slot) {
-        row_ = kv_.key(*pages_, slot, head_, layer_);
-        left_ = kv_.page_size - slot;
-    }
-
-    const KvPages<T>& kv_;
-    const int64_t* pages_;  // from that of `at_` on
-    int64_t head_, layer_, at_, last_, size_, left_;
-    const char* row_;
+    OneTile<T> one_tile;
 };
 
 // Those that the tokens of a span see
@@ -569,10 +718,11 @@ inline KeyRows<T> rows_of(const KvPages<T>& kv, const BatchView& batch, Span spa
 }
 
 // Tokens of a span and one KV head. q, out: [tokens, heads, head_dim]. next: the rows that this thread most likely reads
-// then, the first of which are fetched while it is at the last of its own; or null
+// then, whose first ones are fetched while it is at the last of its own; or none
 template <class T>
 inline void attend(AttentionWork<T>& work, const KvPages<T>& kv, const BatchView& batch, Span span, int64_t kv_head,
-                   int64_t layer, const T* q, T* out, int64_t num_heads, KeyRows<T>* next) {
+                   int64_t layer, const T* q, T* out, int64_t num_heads,
+                   const typename RowsAhead<T>::Rows& next) {
     constexpr int KEYS = KEYS_OF<ShareOf<T>>;
     const int64_t group = num_heads / kv.kv_heads, dim = kv.head_dim;
     const int64_t* pages = batch.pages + batch.tables[span.first];
@@ -580,31 +730,42 @@ inline void attend(AttentionWork<T>& work, const KvPages<T>& kv, const BatchView
     const int64_t all_rows = (span.last - span.first) * group;
     for (int64_t begin = 0; begin < all_rows; begin += MAX_ROWS) {
         const int rows = int(std::min<int64_t>(MAX_ROWS, all_rows - begin));
+        const bool is_one_tile = OneTile<T>::fits(rows, kv);
         int64_t positions[MAX_ROWS], offsets[MAX_ROWS];
         for (int r = 0; r < rows; r++) {
             const int64_t token = span.first + (begin + r) / group;
             positions[r] = batch.positions[token];
             offsets[r] = (token * num_heads + kv_head * group + (begin + r) % group) * dim;
-            work.queries.set(r, q + offsets[r], dim);
+            if (!is_one_tile) work.queries.set(r, q + offsets[r], dim);
+        }
+        if (is_one_tile) {
+            const T* queries[LANES];
+            for (int r = 0; r < LANES; r++) queries[r] = r < rows ? q + offsets[r] : work.nothing;
+            work.one_tile.set(queries, dim);
         }
         work.mixture.clear(rows, dim);
         const int64_t last = positions[rows - 1];
         const int64_t least = batch.window ? std::max<int64_t>(0, positions[0] + 1 - batch.window) : 0;
-        KeyRows<T> now(kv, pages, kv_head, layer, least, last), ahead = now;
+        KeyRows<T> now(kv, pages, kv_head, layer, least, last);
         for (int64_t key = least / KEYS * KEYS; key <= last; key += KEYS) {
+            const bool is_last = key + KEYS > last;
+            RowsAhead<T> ahead(is_last ? next : KeyRows<T>(kv, pages, kv_head, layer, key + KEYS, last));
             const T *keys[KEYS], *values[KEYS];
             for (int j = 0; j < KEYS; j++) {
-                for (; ahead.is_before(key + j + AHEAD); ahead.next()) ahead.fetch();
-                if (next && key + j + AHEAD > last && next->has_more()) {
-                    next->fetch();
-                    next->next();
-                }
                 const bool is_there = now.is_at(key + j);
                 keys[j] = is_there ? kv.get(now.key(), work.made[0][j]) : work.nothing;
                 values[j] = is_there ? kv.get(now.value(), work.made[1][j]) : work.nothing;
                 if (is_there) now.next();
             }
-            work.block.fill(keys, values, dim);
+            if (is_one_tile)
+                work.one_tile.multiply(keys, work.nothing, dim, ahead);
+            else
+                work.block.fill_keys(keys, dim, ahead);
+            work.block.fill_values(values, dim, ahead);
+            if (is_one_tile) {
+                work.one_tile.take(rows, work.block, positions, key, batch.window, scale, dim, work.mixture);
+                continue;
+            }
             constexpr int TOGETHER = HAS_TILES<T> ? TILE_ROWS : ROWS_AT_ONCE;
             for (int r = 0; r < rows; r += TOGETHER)
                 take_rows<T, TOGETHER>(work.queries, r, std::min(TOGETHER, rows - r), work.block, positions, key,
@@ -639,12 +800,12 @@ inline void attend_all(const KvPages<T>& kv, const BatchView& batch, int64_t lay
     const int64_t units = int64_t(spans.size()) * kv.kv_heads;
     Pool::instance().run(threads, units, [&](int64_t i) {
         const int64_t unit = units - 1 - i;  // the last tokens of a prompt see most
-        const int64_t then = std::max<int64_t>(0, unit - threads);
-        auto next = rows_of(kv, batch, found[then / kv.kv_heads], then % kv.kv_heads, layer);
+        const int64_t then = unit - threads;
+        typename RowsAhead<T>::Rows next;
+        if (then >= 0) next.emplace(rows_of(kv, batch, found[then / kv.kv_heads], then % kv.kv_heads, layer));
         static thread_local AttentionWork<T> work;
         [[maybe_unused]] const TileRegisters<T> registers;
-        attend(known(work), kv, batch, found[unit / kv.kv_heads], unit % kv.kv_heads, layer, q, out, num_heads,
-               unit < threads ? nullptr : &next);
+        attend(known(work), kv, batch, found[unit / kv.kv_heads], unit % kv.kv_heads, layer, q, out, num_heads, next);
     });
 }
 
