@@ -68,6 +68,19 @@ def test_pages_are_all_that_another_engine_needs(tmp_path: Path, length: int, kv
     assert there.tokens[received] == here.tokens[alone]
 
 
+def test_a_row_whose_prompt_of_one_token_failed_harms_no_other(tmp_path: Path) -> None:
+    """It has joined before anybody knew."""
+    theirs = make_granite(tmp_path)
+    world = EngineWorld(tmp_path)
+    other, failed = world.add(prompt_of(LENGTH)), world.add(prompt_of(1))
+    world.prefill(other)
+    world.run(decodes=True, join=[other, failed])
+    world.run(decodes=True, leave=[failed])
+    world.decode(7)
+
+    assert world.tokens[other][LENGTH:] == reference_tokens(theirs, prompt_of(LENGTH), 10)
+
+
 def test_the_bytes_of_a_page_are_those_of_keys_values_and_states() -> None:
     state = StateShape(num_layers=3, num_heads=2, head_dim=8, state_size=5, conv_width=4, group_features=10)
     shape = KvShape(2, 4, 16, state=state)

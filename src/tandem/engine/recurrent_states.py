@@ -85,9 +85,10 @@ class RecurrentStates:
 
     def _decoding(self, rows: DecodingRows) -> StatefulRows:
         ends = rows.lengths - 1
-        assert (ends > 0).all(), "the first token of a prompt is computed with it"
+        # There is a token before a row, unless its prompt of one failed with its batch: then nobody reads the result.
+        before = np.maximum(ends - 1, 0)
         places = np.arange(len(ends))
-        sources, targets = (rows.tables[places, at // self._page_size] for at in (ends - 1, ends))
+        sources, targets = (rows.tables[places, at // self._page_size] for at in (before, ends))
         device = self._numbers.device
         return StatefulRows(rows.first, *(torch.from_numpy(pages).to(device) for pages in (sources, targets)))
 
