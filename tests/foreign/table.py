@@ -65,6 +65,7 @@ PROGRAMS = (
         servers="ranks",
         environment="smg",
     ),
+    Program("vllm-router", ("vllm-router==0.1.17",), ("gateway_client.py", "vllm-router")),
     Program("schemathesis", ("schemathesis==4.32.5",), ("schemathesis_client.py",)),
     Program("locust", ("locust==2.47.0",), ("locust_client.py",)),
     Program("aiperf", ("aiperf==0.13.0",), ("aiperf_client.py",)),

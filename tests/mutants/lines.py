@@ -2678,7 +2678,7 @@ OTHERS = (
     Break(
         "a_row_that_begins_a_page_begins_anew",
         "engine/recurrent_states.py",
-        "        sources, targets = (rows.tables[places, at // self._page_size] for at in (ends - 1, ends))",
+        "        sources, targets = (rows.tables[places, at // self._page_size] for at in (before, ends))",
         "        sources, targets = (rows.tables[places, at // self._page_size] for at in (ends, ends))",
         "e2e_cpu/test_engine_states.py::test_neither_pages_nor_chunks_show",
     ),
@@ -4390,6 +4390,35 @@ OTHERS = (
         "    if header is None:\n        return routing.priority",
         "    if True:\n        return routing.priority",
         "unit/test_api_priority.py::test_a_gateway_has_the_last_word",
+    ),
+    # routers that ask in turn (decision 042)
+    Break(
+        "what_was_handed_over_ends_with_its_connection",
+        "server/api/stream.py",
+        "                receive, send = never, nowhere  # its client has all that it gets",
+        "                send = nowhere  # its client has all that it gets",
+        "e2e_cpu/test_pd_in_turn.py::test_the_answer_is_that_of_one_engine_and_prefill_computes_its_prompt",
+    ),
+    Break(
+        "what_a_router_says_of_the_first_token_is_believed",
+        "server/api/kv_transfer_params.py",
+        "    if body.min_tokens == ROUTERS_TOKENS:",
+        "    if body.min_tokens is None:",
+        "e2e_cpu/test_pd_in_turn.py::test_the_answer_is_that_of_one_engine_and_prefill_computes_its_prompt",
+    ),
+    Break(
+        "a_half_of_another_min_tokens_is_not_declined",
+        "server/api/app.py",
+        "            await self._decline(failure, request, routing, prompts, theirs, None)",
+        "            assert failure",
+        "unit/test_api_pairing.py::test_where_the_first_token_may_differ_decode_ends_that_half_and_computes_the_prompt",
+    ),
+    Break(
+        "the_room_of_kv_transfer_params_comes_before_the_bodys",
+        "server/api/kv_transfer_params.py",
+        '    if limits.role != "decode" or routing.bootstrap_room is not None:',
+        '    if limits.role != "decode":',
+        "unit/test_api_pairing.py::test_a_room_that_a_router_names_itself_comes_first",
     ),
 )
 

@@ -244,3 +244,54 @@ def test_every_sample_is_a_request_of_its_own() -> None:
     requests = requests_of(w, {"prompt": "x", "n": 2, "rid": "mine", **PAIR})
     assert [(request.id, request.rid) for request in requests] == [(1, "mine_0"), (2, "mine_1")]
     assert [submit.payload.request for submit in w.node.submits] == [1, 2]
+
+
+# as routers of vLLM's say it (`kv_transfer_params.py`)
+
+
+SECRET = b"of the cluster"
+WANTED = {"kv_transfer_params": {"do_remote_decode": True, "remote_host": None}}
+
+
+def told_by_prefill(body: dict, path: str = "/v1/completions") -> tuple[dict, Request]:
+    w = prefill(digest_secret=SECRET)
+    with w.http(base_url="http://127.0.0.1:8000") as http:
+        answer = http.post(path, json=body | WANTED).json()
+    (submit,) = w.node.submits
+    return answer["kv_transfer_params"], submit.request
+
+
+def test_prefill_answers_with_a_room_where_decode_finds_the_same_request() -> None:
+    told, at_prefill = told_by_prefill({"prompt": "x", "max_tokens": 1, "min_tokens": 1})
+    (at_decode,) = requests_of(
+        decode(digest_secret=SECRET), {"prompt": "x", "max_tokens": 5, "kv_transfer_params": told}
+    )
+
+    assert at_decode.room == at_prefill.room == int(told["remote_room"])
+    assert at_decode.peer == Address(told["remote_host"], told["remote_port"])
+    assert at_decode.prompt_digest == at_prefill.prompt_digest
+    assert at_decode.max_new_tokens == 5
+    assert at_prefill.max_new_tokens > 1, "one token is the router's word, not the client's"
+
+
+def test_where_the_first_token_may_differ_decode_ends_that_half_and_computes_the_prompt() -> None:
+    told, at_prefill = told_by_prefill({"prompt": "x", "max_tokens": 1, "min_tokens": 1})
+    w = decode(digest_secret=SECRET)
+    (at_decode,) = requests_of(w, {"prompt": "x", "min_tokens": 2, "kv_transfer_params": told})
+
+    assert (at_decode.room, at_decode.peer) == (None, None)
+    (refused,) = (message for message in w.node.sent if isinstance(message, RequestRefused))
+    assert (refused.request.room, refused.request.prompt_digest) == (at_prefill.room, at_prefill.prompt_digest)
+    honest, at_prefill = told_by_prefill({"prompt": "x", "max_tokens": 1, "min_tokens": 2})
+    (at_decode,) = requests_of(decode(), {"prompt": "x", "min_tokens": 2, "kv_transfer_params": honest})
+    assert at_decode.room == at_prefill.room, "prefill was told the client's"
+
+
+def test_a_room_that_a_router_names_itself_comes_first() -> None:
+    body = {"prompt": "x", **PAIR}
+    (at_prefill,) = requests_of(prefill(), body | WANTED)
+    other = {"do_remote_prefill": True, "remote_host": "127.0.0.2", "remote_port": 5, "remote_room": "8"}
+    (at_decode,) = requests_of(decode(), body | {"kv_transfer_params": other})
+    (alone,) = requests_of(world(), {"prompt": "x", "kv_transfer_params": other})
+    assert at_prefill.room == at_decode.room == PAIR["bootstrap_room"]
+    assert alone.room is None

@@ -120,12 +120,12 @@ def test_a_bad_chat_request_is_a_400_that_names_the_field(extra: dict, param: st
         ),
         (
             "/v1/chat/completions",
-            CHAT | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}},
+            CHAT | {"max_tokens": 1},
             "prefill",
-            "vLLM's send kv_transfer_params",
+            "kv_transfer_params on /v1/chat/completions or /v1/completions, as vLLM's do",
         ),
     ],
-    ids=["part of responses", "part of chats", "vLLM's PD"],
+    ids=["part of responses", "part of chats", "a room"],
 )
 def test_who_speaks_another_dialect_is_told_the_word_of_this_one(path: str, body: dict, mode: str, text: str) -> None:
     with world(disaggregation_mode=mode).http() as http:

@@ -1,5 +1,6 @@
-"""sglang-router and smg in front of prefill and decode servers: every answer equal to that of one engine alone, whole
-and streamed, by chats, `/generate` and completions; and, where it spreads them over DP ranks, by ranks of both sides.
+"""sglang-router, smg and vllm-router in front of prefill and decode servers: every answer equal to that of one engine
+alone, whole and streamed, by chats, `/generate` (which vllm-router has not) and completions; and, where it spreads them
+over DP ranks, by ranks of both sides.
 
 The first word of the command line says which; the others are its flags. `CLIENTS_WORKERS` has the servers:
 `prefill URL PORT` or `decode URL`.
@@ -23,24 +24,31 @@ GREEDY = {"temperature": 0, "max_new_tokens": 32}
 # One prompt of some pages: a rank that has had it twice has found it in its prefix cache, which its metrics say.
 AGAIN, TIMES = f"Question: {QUESTIONS[0]} {QUESTIONS[1]}\nAnswer:", 12
 HIT_RATE = re.compile(r'^sglang:cache_hit_rate\{.*dp_rank="(\d+)".*\} (\S+)$', re.MULTILINE)
+TRANSFERRED = re.compile(r'^tandem:requests_path_total\{.*path="remote".*\} (\S+)$', re.MULTILINE)
 CHOSEN = re.compile(r'^smg_worker_cb_outcomes_total\{worker="(.+@\d+)",outcome="success"\} (\d+)$', re.MULTILINE)
 
 
 def main() -> None:
     name, *flags = sys.argv[1:]
     port, metrics_port = free_port(), free_port()
-    command = [str(Path(sys.executable).with_name("smg")), "launch", "--backend", "sglang"]
-    if name == "sglang-router":
-        command = [sys.executable, "-m", "sglang_router.launch_router"]
-    command += ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+    beside = Path(sys.executable)
+    command = {
+        "smg": [str(beside.with_name("smg")), "launch", "--backend", "sglang", "--pd-disaggregation"],
+        "sglang-router": [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"],
+        "vllm-router": [str(beside.with_name("vllm-router")), "--vllm-pd-disaggregation"],
+    }[name]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-    for role, *words in workers():
-        command += [f"--{role}", *words]
+    is_vllms = name == "vllm-router"  # to which prefill says its port itself
+    for role, url, *bootstrap_port in workers():
+        command += [f"--{role}", url, *([] if is_vllms else bootstrap_port)]
     gateway = subprocess.Popen([*command, *flags], stdout=sys.stderr, stderr=sys.stderr)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_ready(f"{url}/readiness", gateway, ready_s=START_S)
-        facts = [chats(url), generations(url), completions(url)]
+        wait_ready(f"{url}/{'health' if is_vllms else 'readiness'}", gateway, ready_s=START_S)
+        facts = [chats(url), *([] if is_vllms else [generations(url)]), completions(url)]
+        if is_vllms:
+            facts.append(transfers())
         if "--dp-aware" in flags:
             facts.append(ranks(url, f"http://127.0.0.1:{metrics_port}"))
     finally:
@@ -118,6 +126,14 @@ def ranks(url: str, metrics_url: str) -> str:
         assert role == "prefill" or answered == set(rates), f"answers came of ranks {answered} of decode"
         counts.append(f"{len(rates)} of {role}")
     return f"of all DP ranks: {' and '.join(counts)}"
+
+
+def transfers() -> str:
+    """How often a decode has got KV from a prefill: without what a router passes on, it computes prompts alone."""
+    pages = [page(server) for role, server, *_ in workers() if role == "decode"]
+    count = sum(int(float(value)) for text in pages for value in TRANSFERRED.findall(text))
+    assert count >= len(PROMPTS), f"decode servers took over {count} prompts"
+    return f"{count} prompts computed by prefill"
 
 
 def page(server: str) -> str:

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.config import ServerConfig
-from tandem.core.values import SECOND, RequestId
+from tandem.core.values import SECOND, Cause, RequestId
 from tandem.metrics.export import Exporter
 from tandem.metrics.http_counts import HttpCounts
 from tandem.metrics.log import RequestLog
@@ -55,6 +55,14 @@ from tandem.server.api.gate import Found, error_response, read_body, within
 from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.http_counting import CountingMiddleware
+from tandem.server.api.kv_transfer_params import (
+    as_prefill_has_it,
+    is_handed_over,
+    is_taken_over,
+    leave_pair,
+    prefill_answer,
+    read_params,
+)
 from tandem.server.api.large_body import decode_both
 from tandem.server.api.live_requests import IncomingRequest
 from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, count_tokens, read_messages
@@ -327,6 +335,9 @@ class Endpoints:
         raw = await within(self._seconds_left(request), read_body(request), "the body did not come")
         seconds, size = self._seconds_left(request), len(raw)
         routing, body = await within(seconds, decode_both(raw, Routing, kind), "the body was not read")
+        transfer = await off_loop(size, LOOP_BYTES, read_params, raw)
+        hands_over = is_handed_over(transfer, body, routing, self._limits)
+        takes_over = is_taken_over(transfer, routing, self._limits)
         routing.rendered_at = time_of(routing)
         routing.priority = priority_of(routing, request.headers.get("x-override-priority"))
         if checks_model:
@@ -337,6 +348,10 @@ class Endpoints:
             "the prompt was not tokenized",
         )
         resume = await self._resumed(request, raw)
+        if takes_over and transfer is not None and (theirs := as_prefill_has_it(transfer, all_params)) != all_params:
+            failure = Failure(Cause.PEER_ABORTED, "decode computes this prompt itself, for another min_tokens")
+            await self._decline(failure, request, routing, prompts, theirs, None)
+            leave_pair(routing)
         if (failure := beyond(prompts, all_params, self._limits)) is not None:
             await self._decline(failure, request, routing, prompts, all_params, resume)
             raise Refusal.of(failure)
@@ -366,6 +381,16 @@ class Endpoints:
             span=span,
             model=routing.model or self._config.model_name,
             teller=self._teller(request, routing, prepared, made_at, resumed),
+            hands_over=prefill_answer(
+                routing,
+                asks,
+                request.scope["server"][0],
+                self._limits,
+                model=routing.model or self._config.model_name,
+                is_chat=isinstance(body, ChatBody),
+            )
+            if hands_over
+            else None,
             said=() if resumed is None else resumed.pieces,
         )
 

@@ -228,6 +228,14 @@ class Sample:
         )
 
 
+async def never() -> Message:
+    return await asyncio.get_running_loop().create_future()
+
+
+async def nowhere(message: Message) -> None:
+    """Nobody waits for it."""
+
+
 class Reply(Protocol):
     """How one endpoint writes samples. Methods that return bytes return whole SSE events, or nothing."""
 
@@ -279,11 +287,14 @@ class TokenResponse:
         model: str,
         teller: Teller | None = None,
         said: Sequence[Piece] = (),
+        hands_over: bytes | None = None,
     ) -> None:
         """span: of the request; ended here. teller: of a stream that somebody else may go on with. said: of one that
-        somebody else has begun.
+        somebody else has begun. hands_over: the whole answer, which goes out at once; what runs does so for whom it
+        names.
         """
         self._said = said
+        self._hands_over = hands_over
         self._span = span
         self._teller = teller
         self._model = model
@@ -316,10 +327,15 @@ class TokenResponse:
         routed = [one.ask.dp_rank for one in wanted]
         with self._client.running(submits, names, routed=routed, request_id=self._request_id) as generation:
             self._watch_over(generation)
-            generation.cut = scope.get("extensions", {}).get(CUT, generation.cut)
+            if self._hands_over is None:
+                generation.cut = scope.get("extensions", {}).get(CUT, generation.cut)
+            else:
+                await self._send_head(send, "local", length=len(self._hands_over))
+                await self._write(send, {"type": "http.response.body", "body": self._hands_over, "more_body": False})
+                receive, send = never, nowhere  # its client has all that it gets
             watch = asyncio.create_task(self._watch_client(receive))
             try:
-                if self._is_prefill:
+                if self._is_prefill and not self._is_head_sent:
                     await self._send_head(send, "local")
                 if self._is_streamed:
                     await self._stream(send)

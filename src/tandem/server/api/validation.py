@@ -509,8 +509,8 @@ def check_pairs(routing: Routing, samples: Sequence[int], limits: ModelLimits) -
         if room is None and limits.role == "prefill":
             raise invalid(
                 "bootstrap_room",
-                "a prefill server needs one; send requests to a unified server, or through a router that draws one, "
-                "as SGLang's do (vLLM's send kv_transfer_params)",
+                "a prefill server needs one; send requests to a unified server, or through a router that draws one, as "
+                "SGLang's do, or that says kv_transfer_params on /v1/chat/completions or /v1/completions, as vLLM's do",
             )
         if room is None and limits.is_strict_remote:
             raise invalid(

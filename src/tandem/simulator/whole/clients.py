@@ -64,6 +64,7 @@ class ClientRequest:
     scores: int = 0  # logprobs are asked for, with so many alternatives less one
     num_samples: int = 1
     priority: int | None = None
+    transfer: dict[str, Any] | None = None  # of a router that asks prefill and decode in turn
     answers: Answers = plain_answer  # of the engines that are asked
 
     @property
@@ -85,6 +86,8 @@ class ClientRequest:
         rest = {"max_tokens": self.max_new, "stream": self.is_streamed, "rid": self.rid, "temperature": 0}
         rest |= {"ignore_eos": self.ignore_eos, "stop": NEVER_SAID, "n": self.num_samples, "seed": self.number}
         rest |= self._precedence
+        if self.transfer is not None:
+            rest |= {"kv_transfer_params": self.transfer}
         if self.is_streamed:
             rest |= {"stream_options": {"include_usage": True}}
         if self.path == "/v1/completions":

@@ -32,6 +32,7 @@ from tandem.server.record_file import BrokenRecord, NothingWritten, StepRaised
 from tandem.server.replays import replay_alone
 from tandem.server.router.app import CONTROL_SECONDS
 from tandem.server.worker_process import Loaded, WorkerPlace
+from tandem.simulator.faults.options import FIRST_OFF_RECORD
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult
@@ -416,11 +417,34 @@ class World:
         )
         if self.options.seed % LAST_VISITS_ONE_IN == 0:
             await self._run_at(server, partial(visit_all, visited, self.codes))
+        if options.layout == "pairs" and not options.vectors and options.seed >= FIRST_OFF_RECORD:
+            await self._until(
+                READY_S, "asked in turn", partial(self._is_asked_in_turn, Random(f"in turn {options.seed}"))
+            )
         if options.num_prefills:
             number = random.randrange(options.num_prefills)
             (server,) = (server for server in self.cluster.servers if server.name == f"prefill{number}")
             greeting = partial(greet_wrongly, BOOTSTRAP_PORT + number, ClusterSecret(SECRET), random)
             await self._run_at(server, partial(self._until, READY_S, "all ranks of a prefill", greeting))
+
+    async def _is_asked_in_turn(self, random: Random) -> str:
+        """As by routers of vLLM's: a decode with what a prefill has answered."""
+        number = 1000 + len(self.answers)
+        ask = replace(draw_ask(random, number, careless=0.0, timeouts=(20.0,)), answers=self.right)
+        ask = replace(ask, path="/v1/completions", scores=ask.scores if self.options.block_tokens == 1 else 0)
+        prefill, decode = (
+            random.choice([server for server in self.cluster.servers if server.name.startswith(role)])
+            for role in ("prefill", "decode")
+        )
+        half = replace(ask, max_new=1, is_streamed=False, transfer={"do_remote_decode": True})
+        told = await ask_at(*self._address(prefill), half, random, self.keys)
+        if told.status != 200:
+            return f"{prefill.name} says {told.status} {told.error} {told.trouble}"
+        transfer = told.events()[0]["kv_transfer_params"]
+        answer = await ask_at(*self._address(decode), replace(ask, transfer=transfer), random, self.keys)
+        self.answers.append(answer)
+        check(answer, self.faults)
+        return "" if answer.error is None and answer.is_whole else f"{answer.status} {answer.error} {answer.trouble}"
 
     async def _run_at(self, server: Server, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """By a process on that server's machine. Raises Violation."""

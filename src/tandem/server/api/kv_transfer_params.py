@@ -1,0 +1,122 @@
+"""The pair as vLLM's routers speak of it: first prefill, then decode with what prefill has answered.
+
+    to prefill   {..., "max_tokens": 1, "stream": false, "kv_transfer_params": {"do_remote_decode": true, ...}}
+    its answer   {..., "kv_transfer_params": {"do_remote_prefill": true, "remote_host": ..., "remote_port": ..., ...}}
+    to decode    {..., "kv_transfer_params": what prefill answered}
+
+Here a pair meets in a room (`docs/protocol.md`), so prefill draws one, answers at once, and computes the prompt while
+the router goes on to decode: two requests of such a router are the two halves of any other. The room and the address of
+the bootstrap server are all that decode needs; the names of the rest are vLLM's, for routers that look at them.
+
+What a router says instead of the client (`max_tokens` and `min_tokens` of 1) is not taken for the client's word. But
+the first token depends on `min_tokens`: it may be no end then. So prefill's answer says which it assumes, and decode,
+which knows the client's, ends that half where they differ and computes the prompt itself.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct, structs
+
+from tandem.server.api.body import ChatBody, CompletionBody, Routing, decode_body
+from tandem.server.api.bounds import MAX_ROOM, Int
+from tandem.server.api.errors import contradiction, invalid
+from tandem.server.api.validation import GenerationParams, ModelLimits, SampleRequest
+
+FIELD = "kv_transfer_params"
+NAME = f'"{FIELD}"'.encode()
+ROUTERS_TOKENS = 1  # that it asks prefill for
+
+encode = msgspec.json.Encoder().encode
+
+
+class KvTransferParams(Struct):
+    """Other members are somebody else's."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_host: str | None = None
+    remote_port: Int | None = None
+    remote_room: Int | str | None = None
+    remote_min_tokens: Int = 0  # as prefill has it
+
+
+class _Transferring(Struct):
+    kv_transfer_params: KvTransferParams | None = None
+
+
+def read_params(raw: bytes) -> KvTransferParams | None:
+    """Of a body; None where nothing is asked for. Raises `Refusal`."""
+    return decode_body(raw, _Transferring).kv_transfer_params if NAME in raw else None
+
+
+def is_handed_over(params: KvTransferParams | None, body: Struct, routing: Routing, limits: ModelLimits) -> bool:
+    """Of a prefill: whether the answer is what decode needs. Then the body is what it is for the half of a pair."""
+    is_asked_for = params is not None and params.do_remote_decode and routing.bootstrap_room is None
+    if limits.role != "prefill" or not is_asked_for or not isinstance(body, ChatBody | CompletionBody):
+        return False
+    if routing.stream:
+        raise contradiction("stream", f"the answer to {FIELD} with do_remote_decode is whole")
+    routing.bootstrap_room = 1 + secrets.randbelow(MAX_ROOM)
+    body.max_tokens = None
+    if isinstance(body, ChatBody):
+        body.max_completion_tokens = None
+    if body.min_tokens == ROUTERS_TOKENS:
+        body.min_tokens = None
+    return True
+
+
+def is_taken_over(params: KvTransferParams | None, routing: Routing, limits: ModelLimits) -> bool:
+    """Of a decode: whether a prefill has answered. Then the fields of a pair say where it is. Raises `Refusal`."""
+    if limits.role != "decode" or routing.bootstrap_room is not None:
+        return False
+    if params is None or not params.do_remote_prefill:
+        return False
+    if params.remote_room is None or params.remote_host is None:
+        raise invalid(FIELD, "remote_host and remote_room have to be those that a prefill server here has answered")
+    routing.bootstrap_room = params.remote_room
+    routing.bootstrap_host, routing.bootstrap_port = params.remote_host, params.remote_port
+    return True
+
+
+def as_prefill_has_it(params: KvTransferParams, all_params: Sequence[GenerationParams]) -> list[GenerationParams]:
+    return [
+        structs.replace(one, sampling=structs.replace(one.sampling, min_tokens=params.remote_min_tokens))
+        for one in all_params
+    ]
+
+
+def leave_pair(routing: Routing) -> None:
+    """The prompt is computed here."""
+    routing.bootstrap_room = routing.bootstrap_host = routing.bootstrap_port = None
+
+
+def prefill_answer(
+    routing: Routing, asks: Sequence[SampleRequest], host: str, limits: ModelLimits, *, model: str, is_chat: bool
+) -> bytes:
+    """What says where the KV will be. host: where the router has reached this server, and decode may."""
+    text: dict[str, object] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"text": ""}
+    count = sum(len(ask.prompt.tokens) for ask in asks)
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": str(routing.bootstrap_room),
+        "remote_block_ids": [],
+        "remote_host": host,
+        "remote_port": limits.bootstrap_port,
+        "remote_room": str(routing.bootstrap_room),
+        "remote_min_tokens": asks[0].sampling.min_tokens,
+    }
+    return encode(
+        {
+            "id": asks[0].rid,
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [{"index": ask.index, **text, "logprobs": None, "finish_reason": "length"} for ask in asks],
+            "usage": {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count},
+            FIELD: params,
+        }
+    )
