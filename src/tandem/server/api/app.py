@@ -335,7 +335,7 @@ class Endpoints:
         raw = await within(self._seconds_left(request), read_body(request), "the body did not come")
         seconds, size = self._seconds_left(request), len(raw)
         routing, body = await within(seconds, decode_both(raw, Routing, kind), "the body was not read")
-        transfer = await off_loop(size, LOOP_BYTES, read_params, raw)
+        transfer = await off_loop(size, LOOP_BYTES, read_params, raw, self._limits)
         hands_over = is_handed_over(transfer, body, routing, self._limits)
         takes_over = is_taken_over(transfer, routing, self._limits)
         routing.rendered_at = time_of(routing)

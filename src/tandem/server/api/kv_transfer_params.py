@@ -40,16 +40,17 @@ class KvTransferParams(Struct):
     remote_host: str | None = None
     remote_port: Int | None = None
     remote_room: Int | str | None = None
-    remote_min_tokens: Int = 0  # as prefill has it
+    remote_min_tokens: Int | None = None  # as prefill has it
 
 
 class _Transferring(Struct):
     kv_transfer_params: KvTransferParams | None = None
 
 
-def read_params(raw: bytes) -> KvTransferParams | None:
-    """Of a body; None where nothing is asked for. Raises `Refusal`."""
-    return decode_body(raw, _Transferring).kv_transfer_params if NAME in raw else None
+def read_params(raw: bytes, limits: ModelLimits) -> KvTransferParams | None:
+    """Of a body; None where nothing is asked for, or nobody has another half. Raises `Refusal`."""
+    is_read = limits.role != "unified" and NAME in raw
+    return decode_body(raw, _Transferring).kv_transfer_params if is_read else None
 
 
 def is_handed_over(params: KvTransferParams | None, body: Struct, routing: Routing, limits: ModelLimits) -> bool:
@@ -83,7 +84,7 @@ def is_taken_over(params: KvTransferParams | None, routing: Routing, limits: Mod
 
 def as_prefill_has_it(params: KvTransferParams, all_params: Sequence[GenerationParams]) -> list[GenerationParams]:
     return [
-        structs.replace(one, sampling=structs.replace(one.sampling, min_tokens=params.remote_min_tokens))
+        structs.replace(one, sampling=structs.replace(one.sampling, min_tokens=params.remote_min_tokens or 0))
         for one in all_params
     ]
 
