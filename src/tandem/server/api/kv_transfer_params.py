@@ -61,7 +61,7 @@ def is_handed_over(params: KvTransferParams | None, body: Struct, routing: Routi
     if routing.stream:
         raise contradiction("stream", f"the answer to {FIELD} with do_remote_decode is whole")
     routing.bootstrap_room = 1 + secrets.randbelow(MAX_ROOM)
-    body.max_tokens = None
+    body.max_tokens = body.stream_options = None  # the second of a stream that decode gives
     if isinstance(body, ChatBody):
         body.max_completion_tokens = None
     if body.min_tokens == ROUTERS_TOKENS:
