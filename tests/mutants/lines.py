@@ -4395,9 +4395,23 @@ OTHERS = (
     Break(
         "what_was_handed_over_ends_with_its_connection",
         "server/api/stream.py",
-        "                receive, send = never, nowhere  # its client has all that it gets",
-        "                send = nowhere  # its client has all that it gets",
+        "        self._is_handed_over = True",
+        "        self._is_handed_over = False",
         "e2e_cpu/test_pd_in_turn.py::test_the_answer_is_that_of_one_engine_and_prefill_computes_its_prompt",
+    ),
+    Break(
+        "who_has_left_is_handed_over_to",
+        "server/api/stream.py",
+        "        await asyncio.sleep(0)  # who has left by now is known then",
+        "        assert answer",
+        "unit/test_api_ownership.py::test_a_half_runs_on_for_whom_prefill_has_answered_and_ends_with_who_leaves_before",
+    ),
+    Break(
+        "what_decode_refuses_prefill_waits_with",
+        "server/api/app.py",
+        "            await release(refusal.failure.message)",
+        "            assert refusal",
+        "unit/test_api_pairing.py::test_what_prefill_could_not_refuse_decode_refuses_for_both",
     ),
     Break(
         "what_a_router_says_of_the_first_token_is_believed",
@@ -4409,8 +4423,8 @@ OTHERS = (
     Break(
         "a_half_of_another_min_tokens_is_not_declined",
         "server/api/app.py",
-        "            await self._decline(failure, request, routing, prompts, theirs, None)",
-        "            assert failure",
+        '            await release("decode computes this prompt itself, for another min_tokens")',
+        "            assert release",
         "unit/test_api_pairing.py::test_where_the_first_token_may_differ_decode_ends_that_half_and_computes_the_prompt",
     ),
     Break(

@@ -213,6 +213,30 @@ def test_wherever_the_client_leaves_nothing_of_its_request_lives_on(stream: bool
         asyncio.run(story(turns))
 
 
+def test_a_half_runs_on_for_whom_prefill_has_answered_and_ends_with_who_leaves_before() -> None:
+    """Decode comes for it over another connection (`kv_transfer_params`)."""
+
+    async def story(turns: int) -> tuple[bool, bool]:
+        """Whether it had its answer when it left, and whether it has been answered."""
+        w = world(silent, disaggregation_mode="prefill")
+        call = Call(w, {"prompt": "x", "kv_transfer_params": {"do_remote_decode": True}})
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        had_answer = len(call.messages) > 0
+        call.leave()
+        for _ in range(30):
+            await asyncio.sleep(0)
+        is_answered = len(call.messages) == 2 and not call.messages[1]["more_body"]
+        assert w.client.num_live == is_answered, f"it left after {turns} turns"
+        call.task.cancel()
+        await asyncio.gather(call.task, return_exceptions=True)
+        return had_answer, is_answered
+
+    ends = [asyncio.run(story(turns)) for turns in range(40)]
+    assert {(False, False), (True, True)} <= set(ends)
+    assert ends.count((False, True)) <= 1, "but in the very turn in which it is answered"
+
+
 def test_a_record_that_cannot_be_written_does_not_keep_requests_alive() -> None:
     async def story() -> None:
         w = world(silent)
@@ -388,6 +412,7 @@ class Call:
             "query_string": b"",
             "headers": [],
             "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
         }
         self.task = asyncio.get_running_loop().create_task(w.app(scope, self._receive, self._send))
 

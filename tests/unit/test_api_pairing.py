@@ -288,6 +288,32 @@ def test_where_the_first_token_may_differ_decode_ends_that_half_and_computes_the
     assert at_decode.room == at_prefill.room, "prefill was told the client's"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": -1},
+        {"max_tokens": 3, "min_tokens": 9},
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "prompt_logprobs": 1},
+    ],
+    ids=str,
+)
+def test_what_prefill_could_not_refuse_decode_refuses_for_both(fields: dict) -> None:
+    told, at_prefill = told_by_prefill(fields | {"prompt": "x", "max_tokens": 1, "min_tokens": 1, "stream": False})
+    w = decode(digest_secret=SECRET)
+
+    refusal_of(w, fields | {"kv_transfer_params": told})
+
+    (refused,) = (message for message in w.node.sent if isinstance(message, RequestRefused))
+    assert (refused.request.room, refused.request.prompt_digest) == (at_prefill.room, at_prefill.prompt_digest)
+
+
+def test_a_decode_that_computes_no_prompt_says_what_differs() -> None:
+    told, _ = told_by_prefill({"prompt": "x", "min_tokens": 1})
+    error = refusal_of(decode(strict_remote=True), {"min_tokens": 2, "kv_transfer_params": told})
+    assert error["param"] == "min_tokens"
+
+
 def test_a_room_that_a_router_names_itself_comes_first() -> None:
     body = {"prompt": "x", **PAIR}
     (at_prefill,) = requests_of(prefill(), body | WANTED)

@@ -46,9 +46,10 @@ def main() -> None:
     url = f"http://127.0.0.1:{port}"
     try:
         wait_ready(f"{url}/{'health' if is_vllms else 'readiness'}", gateway, ready_s=START_S)
+        before = num_transfers()
         facts = [chats(url), *([] if is_vllms else [generations(url)]), completions(url)]
         if is_vllms:
-            facts.append(transfers())
+            facts.append(transfers(before))
         if "--dp-aware" in flags:
             facts.append(ranks(url, f"http://127.0.0.1:{metrics_port}"))
     finally:
@@ -128,11 +129,16 @@ def ranks(url: str, metrics_url: str) -> str:
     return f"of all DP ranks: {' and '.join(counts)}"
 
 
-def transfers() -> str:
-    """How often a decode has got KV from a prefill: without what a router passes on, it computes prompts alone."""
+def num_transfers() -> int:
+    """How many prompts decode servers have taken over from a prefill: what no router passes on they compute alone."""
     pages = [page(server) for role, server, *_ in workers() if role == "decode"]
-    count = sum(int(float(value)) for text in pages for value in TRANSFERRED.findall(text))
-    assert count >= len(PROMPTS), f"decode servers took over {count} prompts"
+    return sum(int(float(value)) for text in pages for value in TRANSFERRED.findall(text))
+
+
+def transfers(before: int) -> str:
+    wanted = len(PROMPTS) + 3 * len(STREAMED)  # what is streamed is asked whole, too
+    count = num_transfers() - before
+    assert count == wanted, f"of {wanted} prompts decode servers took over {count}"
     return f"{count} prompts computed by prefill"
 
 

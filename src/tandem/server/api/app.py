@@ -48,7 +48,7 @@ from tandem.server.api.client import NodeClient, raise_if
 from tandem.server.api.cors import cors
 from tandem.server.api.debug_page import DebugPage
 from tandem.server.api.detokenizer import detokenizer
-from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
+from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal, contradiction
 from tandem.server.api.facts import ModelFacts, limits_of
 from tandem.server.api.faults import FaultsPage
 from tandem.server.api.gate import Found, error_response, read_body, within
@@ -56,10 +56,11 @@ from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.http_counting import CountingMiddleware
 from tandem.server.api.kv_transfer_params import (
-    as_prefill_has_it,
+    KvTransferParams,
+    as_prefill_was_asked,
+    has_prefill,
     is_handed_over,
-    is_taken_over,
-    leave_pair,
+    leave_prefill,
     prefill_answer,
     read_params,
 )
@@ -333,11 +334,34 @@ class Endpoints:
     ) -> TokenResponse:
         self._client.check_there()
         raw = await within(self._seconds_left(request), read_body(request), "the body did not come")
+        transfer = await off_loop(len(raw), LOOP_BYTES, read_params, raw, self._limits)
+        release = partial(self._release, request, raw, kind, read, transfer)
+        try:
+            return await self._read_half_and_answer(
+                request, raw, kind, read, reply, span, transfer, release, checks_model=checks_model
+            )
+        except Refusal as refusal:
+            await release(refusal.failure.message)
+            raise
+
+    async def _read_half_and_answer(
+        self,
+        request: Request,
+        raw: bytes,
+        kind: type[Body],
+        read: Reader[Body],
+        reply: Callable[[Body, Routing, Sequence[SampleRequest], int], Reply],
+        span: Span,
+        transfer: KvTransferParams | None,
+        release: Callable[[str], Awaitable[None]],
+        *,
+        checks_model: bool,
+    ) -> TokenResponse:
+        """release: says to the half that a prefill runs for this request why it is not wanted."""
         seconds, size = self._seconds_left(request), len(raw)
         routing, body = await within(seconds, decode_both(raw, Routing, kind), "the body was not read")
-        transfer = await off_loop(size, LOOP_BYTES, read_params, raw, self._limits)
         hands_over = is_handed_over(transfer, body, routing, self._limits)
-        takes_over = is_taken_over(transfer, routing, self._limits)
+        follows = has_prefill(transfer, routing, self._limits)
         routing.rendered_at = time_of(routing)
         routing.priority = priority_of(routing, request.headers.get("x-override-priority"))
         if checks_model:
@@ -348,10 +372,12 @@ class Endpoints:
             "the prompt was not tokenized",
         )
         resume = await self._resumed(request, raw)
-        if takes_over and transfer is not None and (theirs := as_prefill_has_it(transfer, all_params)) != all_params:
-            failure = Failure(Cause.PEER_ABORTED, "decode computes this prompt itself, for another min_tokens")
-            await self._decline(failure, request, routing, prompts, theirs, None)
-            leave_pair(routing)
+        if follows and transfer is not None and leave_prefill(transfer, all_params, routing):
+            if self._limits.is_strict_remote:
+                raise contradiction(
+                    "min_tokens", "is not what prefill was told, and this decode computes no prompt itself"
+                )
+            await release("decode computes this prompt itself, for another min_tokens")
         if (failure := beyond(prompts, all_params, self._limits)) is not None:
             await self._decline(failure, request, routing, prompts, all_params, resume)
             raise Refusal.of(failure)
@@ -393,6 +419,27 @@ class Endpoints:
             else None,
             said=() if resumed is None else resumed.pieces,
         )
+
+    async def _release(
+        self,
+        request: Request,
+        raw: bytes,
+        kind: type[Body],
+        read: Reader[Body],
+        transfer: KvTransferParams | None,
+        why: str,
+    ) -> None:
+        """Prefill has answered, for a body that could not be refused there: without a word its half would wait."""
+        if transfer is None or self._limits.role != "decode":
+            return
+        with suppress(Refusal):
+            theirs = await off_loop(len(raw), LOOP_BYTES, as_prefill_was_asked, raw, transfer)
+            routing, body = await decode_both(theirs, Routing, kind)
+            routing.rendered_at = time_of(routing)
+            if has_prefill(transfer, routing, self._limits):
+                reading = read(body, routing, self._tokenizer, self._limits, len(raw))
+                prompts, all_params = await self._checked(reading, routing)
+                await self._decline(Failure(Cause.PEER_ABORTED, why), request, routing, prompts, all_params, None)
 
     async def _decline(
         self,

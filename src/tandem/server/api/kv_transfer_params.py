@@ -10,7 +10,8 @@ the bootstrap server are all that decode needs; the names of the rest are vLLM's
 
 What a router says instead of the client (`max_tokens` and `min_tokens` of 1) is not taken for the client's word. But
 the first token depends on `min_tokens`: it may be no end then. So prefill's answer says which it assumes, and decode,
-which knows the client's, ends that half where they differ and computes the prompt itself.
+which knows the client's, ends that half where they differ and computes the prompt itself. It ends it, too, where it
+refuses what prefill could not see.
 """
 
 import secrets
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from tandem.server.api.body import ChatBody, CompletionBody, Routing, decode_body
 from tandem.server.api.bounds import MAX_ROOM, Int
@@ -28,6 +29,7 @@ from tandem.server.api.validation import GenerationParams, ModelLimits, SampleRe
 FIELD = "kv_transfer_params"
 NAME = f'"{FIELD}"'.encode()
 ROUTERS_TOKENS = 1  # that it asks prefill for
+ROUTERS_FIELDS = ("max_tokens", "max_completion_tokens", "stream", "stream_options")
 
 encode = msgspec.json.Encoder().encode
 
@@ -69,7 +71,7 @@ def is_handed_over(params: KvTransferParams | None, body: Struct, routing: Routi
     return True
 
 
-def is_taken_over(params: KvTransferParams | None, routing: Routing, limits: ModelLimits) -> bool:
+def has_prefill(params: KvTransferParams | None, routing: Routing, limits: ModelLimits) -> bool:
     """Of a decode: whether a prefill has answered. Then the fields of a pair say where it is. Raises `Refusal`."""
     if limits.role != "decode" or routing.bootstrap_room is not None:
         return False
@@ -82,16 +84,19 @@ def is_taken_over(params: KvTransferParams | None, routing: Routing, limits: Mod
     return True
 
 
-def as_prefill_has_it(params: KvTransferParams, all_params: Sequence[GenerationParams]) -> list[GenerationParams]:
-    return [
-        structs.replace(one, sampling=structs.replace(one.sampling, min_tokens=params.remote_min_tokens or 0))
-        for one in all_params
-    ]
-
-
-def leave_pair(routing: Routing) -> None:
-    """The prompt is computed here."""
+def leave_prefill(params: KvTransferParams, all_params: Sequence[GenerationParams], routing: Routing) -> bool:
+    """Whether the first token may be another one here. Then this request is no half of a pair."""
+    if all(one.sampling.min_tokens == (params.remote_min_tokens or 0) for one in all_params):
+        return False
     routing.bootstrap_room = routing.bootstrap_host = routing.bootstrap_port = None
+    return True
+
+
+def as_prefill_was_asked(raw: bytes, params: KvTransferParams) -> bytes:
+    """The body, but for what a router says instead of the client."""
+    body = msgspec.json.decode(raw)
+    body.update(dict.fromkeys(ROUTERS_FIELDS), min_tokens=params.remote_min_tokens or 0)
+    return encode(body)
 
 
 def prefill_answer(
@@ -99,7 +104,7 @@ def prefill_answer(
 ) -> bytes:
     """What says where the KV will be. host: where the router has reached this server, and decode may."""
     text: dict[str, object] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"text": ""}
-    count = sum(len(ask.prompt.tokens) for ask in asks)
+    count = sum({ask.prompt_index: len(ask.prompt.tokens) for ask in asks}.values())
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -228,10 +228,6 @@ class Sample:
         )
 
 
-async def never() -> Message:
-    return await asyncio.get_running_loop().create_future()
-
-
 async def nowhere(message: Message) -> None:
     """Nobody waits for it."""
 
@@ -295,6 +291,7 @@ class TokenResponse:
         """
         self._said = said
         self._hands_over = hands_over
+        self._is_handed_over = False
         self._span = span
         self._teller = teller
         self._model = model
@@ -327,15 +324,13 @@ class TokenResponse:
         routed = [one.ask.dp_rank for one in wanted]
         with self._client.running(submits, names, routed=routed, request_id=self._request_id) as generation:
             self._watch_over(generation)
-            if self._hands_over is None:
-                generation.cut = scope.get("extensions", {}).get(CUT, generation.cut)
-            else:
-                await self._send_head(send, "local", length=len(self._hands_over))
-                await self._write(send, {"type": "http.response.body", "body": self._hands_over, "more_body": False})
-                receive, send = never, nowhere  # its client has all that it gets
+            generation.cut = scope.get("extensions", {}).get(CUT, generation.cut)
             watch = asyncio.create_task(self._watch_client(receive))
             try:
-                if self._is_prefill and not self._is_head_sent:
+                if self._hands_over is not None:
+                    await self._hand_over(send, self._hands_over)
+                    send = nowhere
+                elif self._is_prefill:
                     await self._send_head(send, "local")
                 if self._is_streamed:
                     await self._stream(send)
@@ -373,11 +368,22 @@ class TokenResponse:
         return live
 
     async def _watch_client(self, receive: Receive) -> None:
-        """Abort everything as soon as the client is gone."""
+        """Abort everything as soon as the client is gone, unless it has all that it gets."""
         while (await receive())["type"] != "http.disconnect":
             pass
+        if self._is_handed_over:
+            return
         self._generation.abandon()
         self._client.leave(self._generation)
+
+    async def _hand_over(self, send: Send, answer: bytes) -> None:
+        await asyncio.sleep(0)  # who has left by now is known then
+        if self._generation.is_abandoned:
+            return
+        await self._send_head(send, "local", length=len(answer))
+        self._is_handed_over = True
+        await self._write(send, {"type": "http.response.body", "body": answer, "more_body": False})
+        self._generation.cut = lambda: None  # the connection is somebody else's now
 
     async def _write(self, send: Send, message: Message) -> None:
         with self._client.writing(self._generation):
