@@ -84,7 +84,9 @@ def reader(name: str, kv: torch.Tensor, rows: int, context: int) -> Callable[[],
     q, k, v = (torch.ones(rows, heads, head_dim, dtype=kv.dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
     out = torch.empty_like(q)
 
-    def read(_held: object = arrays) -> None:  # what the view points to
+    view.arrays = arrays  # it only points to them
+
+    def read() -> None:
         for layer in range(LAYERS):
             kernels.attention(kv, view, q, k, v, out, layer=layer)
 

@@ -4409,8 +4409,8 @@ OTHERS = (
     Break(
         "what_decode_refuses_prefill_waits_with",
         "server/api/app.py",
-        "            await release(refusal.failure.message)",
-        "            assert refusal",
+        "                await self._release(refusal.failure.message, request, raw, transfer, kind, read)",
+        "                assert refusal",
         "unit/test_api_pairing.py::test_what_prefill_could_not_refuse_decode_refuses_for_both",
     ),
     Break(
@@ -4423,8 +4423,8 @@ OTHERS = (
     Break(
         "a_half_of_another_min_tokens_is_not_declined",
         "server/api/app.py",
-        '            await release("decode computes this prompt itself, for another min_tokens")',
-        "            assert release",
+        "            await self._release(why, request, raw, transfer, kind, read)",
+        "            assert why",
         "unit/test_api_pairing.py::test_where_the_first_token_may_differ_decode_ends_that_half_and_computes_the_prompt",
     ),
     Break(

@@ -1,6 +1,7 @@
 """The native kernels against fp64: fresh random inputs, odd sizes, outputs that begin as NaN, every instruction set."""
 
 from itertools import pairwise
+from typing import Any  # how a world is made
 
 import pytest
 import torch
@@ -156,34 +157,35 @@ def test_attention_is_that_of_fp64(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "page_size", "head_dim", "window"),
-    [((8, 2), 16, 64, None), ((6, 2), 32, 96, 70), ((4, 4), 16, 32, 5), ((16, 1), 16, 80, None), ((5, 1), 6, 64, 40)],
+    "given",
+    [
+        {"heads": (8, 2), "page_size": 16, "head_dim": 64},
+        {"heads": (6, 2), "page_size": 32, "head_dim": 96, "window": 70},
+        {"heads": (4, 4), "page_size": 16, "head_dim": 32, "window": 5},
+        {"heads": (16, 1), "page_size": 16, "head_dim": 80},
+        {"heads": (5, 1), "page_size": 6, "head_dim": 64, "window": 40},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_row_of_attention_has_the_bits_that_it_has_among_others(
-    name: str,
-    heads: tuple[int, int],
-    page_size: int,
-    head_dim: int,
-    window: int | None,
-    dtype: torch.dtype,
-    draw: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, given: dict[str, Any], dtype: torch.dtype, draw: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, name)
     length = 200
-    q, k, v = (torch.randn(length, n, head_dim, generator=draw).to(dtype) for n in (heads[0], heads[1], heads[1]))
+    heads, kv_heads = given["heads"]
+    q, k, v = (torch.randn(length, n, given["head_dim"], generator=draw) for n in (heads, kv_heads, kv_heads))
 
     def computed(*stops: int) -> Tensor:
         """The prompt in parts that end there, over memory that was NaN"""
-        world = World("native", heads, page_size, window, head_dim=head_dim, dtype=dtype)
-        mine = sequence(0, length, pages=iter(range(5, 5 + length)), page_size=page_size)
+        world = World("native", **given, dtype=dtype)
+        mine = sequence(0, length, pages=iter(range(5, 5 + length)), page_size=world.page_size)
         found = []
         for start, stop in pairwise((0, *stops)):
             batch = world.batches.build([TokenSpan(mine, start, stop, samples=False)], None)
             world.kv.clear(batch.pages_to_clear)
             world.attention.plan(batch)
-            found.append(world.attention.forward(*(each[start:stop] for each in (q, k, v)), layer=1))
+            found.append(world.attention.forward(*(each[start:stop].to(dtype) for each in (q, k, v)), layer=1))
         return torch.cat(found)
 
     whole = computed(length)

@@ -48,7 +48,7 @@ from tandem.server.api.client import NodeClient, raise_if
 from tandem.server.api.cors import cors
 from tandem.server.api.debug_page import DebugPage
 from tandem.server.api.detokenizer import detokenizer
-from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal, contradiction
+from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
 from tandem.server.api.facts import ModelFacts, limits_of
 from tandem.server.api.faults import FaultsPage
 from tandem.server.api.gate import Found, error_response, read_body, within
@@ -58,9 +58,8 @@ from tandem.server.api.http_counting import CountingMiddleware
 from tandem.server.api.kv_transfer_params import (
     KvTransferParams,
     as_prefill_was_asked,
-    has_prefill,
+    follow,
     is_handed_over,
-    leave_prefill,
     prefill_answer,
     read_params,
 )
@@ -320,48 +319,33 @@ class Endpoints:
         check_task(self._limits, *tasks)
         span = self._tracing.begin(f"POST {request.scope['path']}", request.headers, request.state.arrival_ns)
         with ending_with_errors(span):
-            return await self._read_and_answer(request, kind, read, reply, span, checks_model=checks_model)
+            self._client.check_there()
+            raw = await within(self._seconds_left(request), read_body(request), "the body did not come")
+            transfer = await off_loop(len(raw), LOOP_BYTES, read_params, raw, self._limits)
+            try:
+                return await self._read_and_answer(
+                    request, raw, transfer, kind, read, reply, span, checks_model=checks_model
+                )
+            except Refusal as refusal:
+                await self._release(refusal.failure.message, request, raw, transfer, kind, read)
+                raise
 
     async def _read_and_answer(
         self,
         request: Request,
-        kind: type[Body],
-        read: Reader[Body],
-        reply: Callable[[Body, Routing, Sequence[SampleRequest], int], Reply],
-        span: Span,
-        *,
-        checks_model: bool,
-    ) -> TokenResponse:
-        self._client.check_there()
-        raw = await within(self._seconds_left(request), read_body(request), "the body did not come")
-        transfer = await off_loop(len(raw), LOOP_BYTES, read_params, raw, self._limits)
-        release = partial(self._release, request, raw, kind, read, transfer)
-        try:
-            return await self._read_half_and_answer(
-                request, raw, kind, read, reply, span, transfer, release, checks_model=checks_model
-            )
-        except Refusal as refusal:
-            await release(refusal.failure.message)
-            raise
-
-    async def _read_half_and_answer(
-        self,
-        request: Request,
         raw: bytes,
+        transfer: KvTransferParams | None,
         kind: type[Body],
         read: Reader[Body],
         reply: Callable[[Body, Routing, Sequence[SampleRequest], int], Reply],
         span: Span,
-        transfer: KvTransferParams | None,
-        release: Callable[[str], Awaitable[None]],
         *,
         checks_model: bool,
     ) -> TokenResponse:
-        """release: says to the half that a prefill runs for this request why it is not wanted."""
         seconds, size = self._seconds_left(request), len(raw)
         routing, body = await within(seconds, decode_both(raw, Routing, kind), "the body was not read")
         hands_over = is_handed_over(transfer, body, routing, self._limits)
-        follows = has_prefill(transfer, routing, self._limits)
+        is_half = follow(transfer, body, routing, self._limits)
         routing.rendered_at = time_of(routing)
         routing.priority = priority_of(routing, request.headers.get("x-override-priority"))
         if checks_model:
@@ -372,15 +356,12 @@ class Endpoints:
             "the prompt was not tokenized",
         )
         resume = await self._resumed(request, raw)
-        if follows and transfer is not None and leave_prefill(transfer, all_params, routing):
-            if self._limits.is_strict_remote:
-                raise contradiction(
-                    "min_tokens", "is not what prefill was told, and this decode computes no prompt itself"
-                )
-            await release("decode computes this prompt itself, for another min_tokens")
         if (failure := beyond(prompts, all_params, self._limits)) is not None:
             await self._decline(failure, request, routing, prompts, all_params, resume)
             raise Refusal.of(failure)
+        if not is_half:
+            why = "decode computes this prompt itself, for another min_tokens"
+            await self._release(why, request, raw, transfer, kind, read)
         made_at = int(time.time()) if resume is None else resume.opening.made_at
         asks, resumed = await self._asks(request, routing, prompts, all_params, resume)
         prepared = await self._prepared(asks, request.state.arrival_ns)
@@ -391,6 +372,10 @@ class Endpoints:
             raise_if(beyond(prompts, all_params, self._limits))
             return prompts
 
+        model, answer = routing.model or self._config.model_name, None
+        if hands_over:
+            host, is_chat = request.scope["server"][0], isinstance(body, ChatBody)
+            answer = prefill_answer(routing, asks, host, self._limits, model=model, is_chat=is_chat)
         may_differ = self._limits.role == "prefill" and any(ask.prompt.rendered_at for ask in asks)
         return TokenResponse(
             client=self._client,
@@ -405,41 +390,32 @@ class Endpoints:
             stats=self._stats,
             log=self._log,
             span=span,
-            model=routing.model or self._config.model_name,
+            model=model,
             teller=self._teller(request, routing, prepared, made_at, resumed),
-            hands_over=prefill_answer(
-                routing,
-                asks,
-                request.scope["server"][0],
-                self._limits,
-                model=routing.model or self._config.model_name,
-                is_chat=isinstance(body, ChatBody),
-            )
-            if hands_over
-            else None,
+            hands_over=answer,
             said=() if resumed is None else resumed.pieces,
         )
 
     async def _release(
         self,
+        why: str,
         request: Request,
         raw: bytes,
+        transfer: KvTransferParams | None,
         kind: type[Body],
         read: Reader[Body],
-        transfer: KvTransferParams | None,
-        why: str,
     ) -> None:
-        """Prefill has answered, for a body that could not be refused there: without a word its half would wait."""
+        """Prefill has answered for a body that it could not refuse: without a word its half would wait."""
         if transfer is None or self._limits.role != "decode":
             return
         with suppress(Refusal):
             theirs = await off_loop(len(raw), LOOP_BYTES, as_prefill_was_asked, raw, transfer)
             routing, body = await decode_both(theirs, Routing, kind)
             routing.rendered_at = time_of(routing)
-            if has_prefill(transfer, routing, self._limits):
-                reading = read(body, routing, self._tokenizer, self._limits, len(raw))
-                prompts, all_params = await self._checked(reading, routing)
-                await self._decline(Failure(Cause.PEER_ABORTED, why), request, routing, prompts, all_params, None)
+            follow(transfer, body, routing, self._limits)
+            reading = read(body, routing, self._tokenizer, self._limits, len(raw))
+            prompts, all_params = await self._checked(reading, routing)
+            await self._decline(Failure(Cause.PEER_ABORTED, why), request, routing, prompts, all_params, None)
 
     async def _decline(
         self,

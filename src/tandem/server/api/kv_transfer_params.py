@@ -24,7 +24,7 @@ from msgspec import Struct
 from tandem.server.api.body import ChatBody, CompletionBody, Routing, decode_body
 from tandem.server.api.bounds import MAX_ROOM, Int
 from tandem.server.api.errors import contradiction, invalid
-from tandem.server.api.validation import GenerationParams, ModelLimits, SampleRequest
+from tandem.server.api.validation import ModelLimits, SampleRequest
 
 FIELD = "kv_transfer_params"
 NAME = f'"{FIELD}"'.encode()
@@ -71,24 +71,23 @@ def is_handed_over(params: KvTransferParams | None, body: Struct, routing: Routi
     return True
 
 
-def has_prefill(params: KvTransferParams | None, routing: Routing, limits: ModelLimits) -> bool:
-    """Of a decode: whether a prefill has answered. Then the fields of a pair say where it is. Raises `Refusal`."""
+def follow(params: KvTransferParams | None, body: Struct, routing: Routing, limits: ModelLimits) -> bool:
+    """Of a decode: say in the fields of a pair where prefill has answered from. Raises `Refusal`.
+
+    False: its first token may be another one than here, so this request is no half of that pair.
+    """
     if limits.role != "decode" or routing.bootstrap_room is not None:
-        return False
-    if params is None or not params.do_remote_prefill:
-        return False
+        return True
+    if params is None or not params.do_remote_prefill or not isinstance(body, ChatBody | CompletionBody):
+        return True
     if params.remote_room is None or params.remote_host is None:
         raise invalid(FIELD, "remote_host and remote_room have to be those that a prefill server here has answered")
+    if (body.min_tokens or 0) != (params.remote_min_tokens or 0):
+        if limits.is_strict_remote:
+            raise contradiction("min_tokens", "is not what prefill was told, and this decode computes no prompt itself")
+        return False
     routing.bootstrap_room = params.remote_room
     routing.bootstrap_host, routing.bootstrap_port = params.remote_host, params.remote_port
-    return True
-
-
-def leave_prefill(params: KvTransferParams, all_params: Sequence[GenerationParams], routing: Routing) -> bool:
-    """Whether the first token may be another one here. Then this request is no half of a pair."""
-    if all(one.sampling.min_tokens == (params.remote_min_tokens or 0) for one in all_params):
-        return False
-    routing.bootstrap_room = routing.bootstrap_host = routing.bootstrap_port = None
     return True
 
 

@@ -1,8 +1,9 @@
 """The HTTP answer of a generation: waits for tokens, writes them as they come or all at the end.
 
 `TokenResponse` is the task behind one HTTP request, and owns what runs for it. Heads: a prefill server sends its 200 as
-soon as the request is valid, because a gateway waits for both halves' heads; the others send theirs with the first
-token, so that every failure before it has a proper status. The client's leaving is noticed at once and aborts all.
+soon as the request is valid, because a gateway waits for both halves' heads (and the whole answer with it, where one
+asks decode only then: `kv_transfer_params.py`); the others send theirs with the first token, so that every failure
+before it has a proper status. The client's leaving is noticed at once and aborts all.
 
 A sample that fails ends the others, whose client gets no answer. Not so on prefill: each sample has a decode half of
 its own, which computes the failed prompt by itself where it may, and waits for the KV of the others. There the failure
@@ -229,7 +230,7 @@ class Sample:
 
 
 async def nowhere(message: Message) -> None:
-    """Nobody waits for it."""
+    """Of a client that has its whole answer."""
 
 
 class Reply(Protocol):
