@@ -124,6 +124,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("ranks", "leaf"),
     ("several_hosts", "leaf"),
     ("logtext", "leaf"),
+    ("imports", "leaf"),
     ("kv_events_config", "leaf"),
     ("storage_config", "leaf"),
     ("otlp", "leaf"),

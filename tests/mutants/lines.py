@@ -1122,7 +1122,7 @@ BREAKS = (
     ),
     Break(
         "line_takes_the_counter_of_the_node",
-        "server/logs.py",
+        "server/node/batch_log.py",
         "batch_number(launched.plan.iteration, forward_count",
         "batch_number(None, forward_count",
         "unit/test_log_lines.py::test_the_last_batch_before_idle_keeps_its_number",
@@ -1136,14 +1136,14 @@ BREAKS = (
     ),
     Break(
         "line_of_vectors_takes_the_counter_of_the_node",
-        "server/logs.py",
+        "server/node/batch_log.py",
         "batch_number(launched.plan.iteration, forward_count",
         "batch_number(None, forward_count",
         VECTORS + "batches_with_vectors_carry_the_numbers_of_their_launch",
     ),
     Break(
         "line_takes_the_counter_of_the_node_in_processes",
-        "server/logs.py",
+        "server/node/batch_log.py",
         "batch_number(launched.plan.iteration, forward_count",
         "batch_number(None, forward_count",
         SERVED + "batches_are_logged_under_the_numbers_of_their_launch",
@@ -1157,14 +1157,14 @@ BREAKS = (
     ),
     Break(
         "numbers_of_prompts_are_one_too_high",
-        "server/logs.py",
+        "server/node/batch_log.py",
         "            batch_number(launched.plan.iteration, forward_count",
         "            batch_number(launched.plan.iteration + bool(launched.plan.rows), forward_count",
         SERVED + "without_overlap_one_batch_is_launched_at_a_time_and_has_its_own_number",
     ),
     Break(
         "what_is_cached_is_not_logged",
-        "server/logs.py",
+        "server/node/batch_log.py",
         "            cached_tokens=cached,",
         "            cached_tokens=0,",
         SERVED + "a_prompt_is_logged_by_what_was_computed_and_what_was_cached",
@@ -1185,7 +1185,7 @@ BREAKS = (
     ),
     Break(
         "numbers_are_always_shown",
-        "server/logs.py",
+        "server/node/batch_log.py",
         "if self.shows_numbers else None",
         "if self.write else None",
         "unit/test_log_lines.py::test_numbers_are_shown_only_when_they_are_asked_for",
@@ -1199,7 +1199,7 @@ BREAKS = (
     ),
     Break(
         "batches_of_blocks_are_logged_under_the_latest_number",
-        "server/logs.py",
+        "server/node/batch_log.py",
         "batch_number(launched.plan.iteration, forward_count",
         "batch_number(self._forward_count, forward_count",
         "e2e_cpu/test_blocks_served.py::test_lines_of_batches_carry_the_numbers_of_their_launch",
@@ -1647,7 +1647,7 @@ OTHERS = (
     ),
     Break(
         "no_line_says_whether_a_batch_was_a_cuda_graph",
-        "server/logs.py",
+        "server/node/batch_log.py",
         'graph = "" if cuda_graph is UNSET else f"cuda graph: {cuda_graph}, "',
         'graph = ""',
         "unit/test_log_lines.py::test_a_decode_line_says_whether_it_was_a_cuda_graph_where_there_are_some",

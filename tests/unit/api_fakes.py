@@ -29,8 +29,8 @@ from tandem.server import wire
 from tandem.server.api.app import build_app
 from tandem.server.api.client import NodeClient
 from tandem.server.api.facts import ModelFacts
+from tandem.server.api.limits import Task
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import Task
 from tandem.server.channel import frame
 
 TEMPLATE = (

@@ -14,9 +14,9 @@ from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause
 from tandem.server.api import errors, ops
 from tandem.server.api.errors import RULES, Problem, Refusal, errors_page
+from tandem.server.api.limits import Task
 from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.openapi import KEEPS, KEEPS_NONE, OF_PAIR, behind_router, bounds, openapi_document, schema_of
-from tandem.server.api.validation import Task
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 NUMBERS = {

@@ -12,7 +12,7 @@ from tandem.core.events import BatchFailed, BatchReturned
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.numbers import numbers
 from tandem.core.values import Cause
-from tandem.server.logs import BatchLog, load_of
+from tandem.server.node.batch_log import BatchLog, load_of
 from tandem.server.node.without_tokens import command_without_tokens, event_without_tokens
 
 

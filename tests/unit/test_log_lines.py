@@ -17,18 +17,8 @@ from tandem.core.values import SECOND, BatchId, Cause, Nanos, PageId, RequestId
 from tandem.logtext import MAX_LINE_CHARS, MAX_VALUE_CHARS
 from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import RequestRecord
-from tandem.server.logs import (
-    TRACE_MARK,
-    BatchLog,
-    JsonFormatter,
-    LineFormatter,
-    LoadFigures,
-    PrefillFigures,
-    batch_number,
-    decode_line,
-    log_uncaught,
-    prefill_line,
-)
+from tandem.server.logs import TRACE_MARK, JsonFormatter, LineFormatter, log_uncaught
+from tandem.server.node.batch_log import BatchLog, LoadFigures, PrefillFigures, batch_number, decode_line, prefill_line
 
 LOAD = LoadFigures(token_usage=0.25, used_tokens=400, running=3, queued=2)
 

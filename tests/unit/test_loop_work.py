@@ -41,8 +41,8 @@ from tandem.server.api.bounds import (
 )
 from tandem.server.api.errors import Refusal
 from tandem.server.api.large_body import JsonCounts, counts_of, decode_anywhere
+from tandem.server.api.limits import Task
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import Task
 from tandem.server.router import app as router_app
 from tandem.server.router.config import RouterConfig, make_worker
 

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import tandem
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
+from tandem.imports import without_collector
 from tandem.logtext import MAX_LINE_CHARS, visible
 
 COMMANDS = {
@@ -115,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(command: str, words: Sequence[str]) -> int:
     try:
         # Why not at the top: `tandem chat` need not wait for what `tandem serve` imports.
-        module = importlib.import_module(f"tandem.cli.{command}")
+        with without_collector():
+            module = importlib.import_module(f"tandem.cli.{command}")
         parser = Parser(prog=f"tandem {command}", description=COMMANDS[command], allow_abbrev=False)
         module.add_arguments(parser)
         code: int = module.run(parser.parse(words))

@@ -1,13 +1,15 @@
-"""torch without the Python rules for the shapes of results: a server is ready in 0.79 of the time (`bench/start.py`).
+"""Imports torch, without the Python rules for the shapes of results: what a worker starts with (`bench/start.py`).
 
 `import torch` reads `torch._meta_registrations` and, for it, the decompositions and references of its operators. They
 serve its compiler and tensors without memory. Own models have neither; code of transformers may, and so asks for the
-whole. Import this before torch: where torch is there already, or has no such module, nothing happens.
+whole. Import this before torch: where torch is there already, or has no such module, nothing is left out.
 """
 
 import importlib
 import sys
 from types import ModuleType
+
+from tandem.imports import without_collector
 
 RULES = "torch._meta_registrations"
 
@@ -18,6 +20,8 @@ class _LeftOut(ModuleType):
 
 if "torch" not in sys.modules:
     sys.modules[RULES] = _LeftOut(RULES)
+    with without_collector():
+        importlib.import_module("torch")
 
 
 def read_rules() -> None:

@@ -9,7 +9,7 @@ from engine import Run, Target
 from mutators import mutate_http
 
 from tandem.server import wire
-from tandem.server.api.validation import Task
+from tandem.server.api.limits import Task
 from tandem.server.channel import FrameDecoder, frame
 from targets.http import Refused, Served, check_served, new_loop, request, until
 

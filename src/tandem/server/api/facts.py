@@ -9,7 +9,7 @@ from tandem.config import ServerConfig
 from tandem.page_files import DiskFolder, FolderRefused
 from tandem.sampling import SamplingDefaults
 from tandem.server.api.bounds import MAX_INT, MAX_SAMPLES, MIN_INT
-from tandem.server.api.validation import HashKeys, ModelLimits, Task
+from tandem.server.api.limits import HashKeys, ModelLimits, Task
 from tandem.server.processes import ServerFailure
 
 SECRET_BYTES = 32

@@ -11,8 +11,8 @@ from starlette.responses import HTMLResponse
 from starlette.routing import BaseRoute, Route
 
 from tandem import __version__
+from tandem.server.api.limits import Task
 from tandem.server.api.openapi import Schema, behind_router, openapi_document, schema_of
-from tandem.server.api.validation import Task
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 INT64 = 1 << 62  # what is bounded by its type alone needs no word

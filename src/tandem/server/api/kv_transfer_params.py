@@ -24,7 +24,8 @@ from msgspec import Struct
 from tandem.server.api.body import ChatBody, CompletionBody, Routing, decode_body
 from tandem.server.api.bounds import MAX_ROOM, Int
 from tandem.server.api.errors import contradiction, invalid
-from tandem.server.api.validation import ModelLimits, SampleRequest
+from tandem.server.api.limits import ModelLimits
+from tandem.server.api.validation import SampleRequest
 
 FIELD = "kv_transfer_params"
 NAME = f'"{FIELD}"'.encode()

@@ -19,12 +19,13 @@ from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, MAX_TOOLS, New
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, arguments_of
 from tandem.server.api.errors import Failure, invalid
 from tandem.server.api.foreign import NOTHING, Foreign
+from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import chat_text, read_chat
 from tandem.server.api.stream import Sample
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
-from tandem.server.api.validation import GenerationParams, ModelLimits, Prompt, read_text, time_of
+from tandem.server.api.validation import GenerationParams, Prompt, read_text, time_of
 
 encode = msgspec.json.Encoder().encode
 

@@ -33,6 +33,7 @@ from tandem.server.api.chat_form import AUTO, MAX_NAME_CHARS, NONE, REQUIRED
 from tandem.server.api.chat_form import NAME as NAME_PATTERN
 from tandem.server.api.errors import Code, Problem
 from tandem.server.api.foreign import idle_values
+from tandem.server.api.limits import Task
 from tandem.server.api.messages import KEPT_THOUGHTS, MessagesBody
 from tandem.server.api.responses import (
     MAX_PART_CHARS,
@@ -42,7 +43,6 @@ from tandem.server.api.responses import (
     ResponsesBody,
     ResponseStreamOptions,
 )
-from tandem.server.api.validation import Task
 
 Schema = dict[str, Any]
 BEYOND_SCHEMAS: dict[Code, str] = {

@@ -14,7 +14,8 @@ from msgspec import structs
 from tandem.core.values import SECOND, Cause
 from tandem.server.api.client import Live, NodeClient
 from tandem.server.api.errors import Refusal
-from tandem.server.api.validation import ModelLimits, Prompt, SampleRequest, submission
+from tandem.server.api.limits import ModelLimits
+from tandem.server.api.validation import Prompt, SampleRequest, submission
 
 
 class Renderer:

@@ -28,10 +28,11 @@ from tandem.server.api.bounds import (
 from tandem.server.api.chat_form import MAX_NAME_CHARS, ChatForm
 from tandem.server.api.errors import Refusal, contradiction, invalid
 from tandem.server.api.foreign import NOTHING, handled
+from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import read_chat
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import GenerationParams, ModelLimits, Prompt
+from tandem.server.api.validation import GenerationParams, Prompt
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}

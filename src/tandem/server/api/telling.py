@@ -9,6 +9,7 @@ from msgspec import Struct, structs
 from tandem.core.commands import FinishReason
 from tandem.core.values import Cause
 from tandem.server.api.errors import RULES, Failure, Refusal, invalid
+from tandem.server.api.limits import ModelLimits
 from tandem.server.api.resume import (
     ENDS,
     FIELD,
@@ -25,7 +26,7 @@ from tandem.server.api.resume import (
 )
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import ModelLimits, SampleRequest, digest_of
+from tandem.server.api.validation import SampleRequest, digest_of
 
 
 class ToldSample(Protocol):

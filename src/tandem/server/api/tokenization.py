@@ -13,11 +13,12 @@ from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.errors import invalid
 from tandem.server.api.gate import read_body
 from tandem.server.api.large_body import decode_anywhere
+from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import chat_text
 from tandem.server.api.ops import json_response
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import ModelLimits, check_ids
+from tandem.server.api.validation import check_ids
 
 
 class TokenizationPage:

@@ -10,8 +10,6 @@ import secrets
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, TypeVar  # a value that may be one or one per prompt
 
 import msgspec
@@ -21,7 +19,7 @@ from tandem.core.disagg.message_checks import MAX_PROMPT_EXTRA_BYTES
 from tandem.core.request import Request
 from tandem.core.values import MAX_TIMEOUT_SECONDS, SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
-from tandem.sampling import Payload, SamplingDefaults, SamplingParams, VectorParams
+from tandem.sampling import Payload, SamplingParams, VectorParams
 from tandem.server import wire
 from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
 from tandem.server.api.bounds import (
@@ -38,48 +36,12 @@ from tandem.server.api.bounds import (
 )
 from tandem.server.api.errors import Failure, Problem, Refusal, contradiction, invalid
 from tandem.server.api.hosts import without_brackets
+from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.reasoning import Thinking
 from tandem.server.api.resume import Said
 from tandem.server.api.tokenizer import Tokenizer
 
 Number = TypeVar("Number", int, float)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class HashKeys:
-    """Secrets of what is hashed. Their bytes appear in no log line, error or `repr`."""
-
-    pages: bytes  # drawn when the API process starts, or of the folder where pages are stored; nobody else has it
-    digests: bytes  # the same on both halves of a pair: without it nobody can try out prompts
-
-
-class Task(StrEnum):
-    """What the model of a server is for."""
-
-    TOKENS = "generation"
-    EMBEDDINGS = "embeddings"
-    SCORES = "scores of two texts"
-
-
-class ModelLimits(Struct, frozen=True):
-    """What the edge must know of model and server to check a request."""
-
-    role: str
-    context_length: int
-    page_size: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    max_samples: int  # core requests that one HTTP request may become
-    bootstrap_port: int
-    is_strict_remote: bool  # decode: no prompt is computed here
-    keys: HashKeys
-    dp_size: int = 1
-    defaults: SamplingDefaults = SamplingDefaults()
-    task: Task = Task.TOKENS
-    dimensions: int = 0  # of an embedding
-    one_batch_tokens: int | None = None  # of a model that computes a prompt in one batch: what that may hold
-    block_tokens: int = 1  # that are found together
-    unsaid_priority: int | None = None  # of a request that says none; None: priorities do not count
 
 
 class Prompt(Struct, frozen=True):

@@ -17,11 +17,12 @@ from tandem.sampling import SamplingParams, VectorParams
 from tandem.server.api.body import Document, EmbeddingBody, RerankBody, Routing, ScoreBody, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_PROMPTS
 from tandem.server.api.errors import Failure, Refusal, invalid
+from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.openai import prompt_items
 from tandem.server.api.stream import Sample
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import GenerationParams, ModelLimits, Prompt, Task, check_ids, read_text, too_long
+from tandem.server.api.validation import GenerationParams, Prompt, check_ids, read_text, too_long
 
 encode = msgspec.json.Encoder().encode
 Asked = tuple[list[Prompt], list[GenerationParams]]

@@ -42,6 +42,7 @@ from tandem.sampling import are_scores, is_score
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
 from tandem.server.fault_records import folder_of
+from tandem.server.node.batch_log import BatchLog, load_of
 from tandem.server.node.dispatch import NoSiblings, Siblings, SteppingSiblings
 from tandem.server.node.driver import Inbox, Observer, drive
 from tandem.server.node.flight import FlightRecorder
@@ -171,9 +172,9 @@ def _run(launch: Launch, inbox: Inbox, poller: SelectorPoller, clock: MonotonicC
     recorder = _recorder(launch.config, settings, node)
     kept = keep_last_steps(folder_of(launch.config.fault_records), settings, node)
     observers: list[Observer] = [observer for observer in (recorder, kept) if observer is not None]
-    batches = logs.BatchLog(
+    batches = BatchLog(
         logger.info,
-        lambda: logs.load_of(numbers(node)),
+        lambda: load_of(numbers(node)),
         shows_numbers=environment_switch(LOG_FORWARD_ITERS),
     )
     observers.append(batches)
