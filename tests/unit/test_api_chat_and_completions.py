@@ -9,6 +9,7 @@ from tandem.core import events
 from tandem.core.commands import FinishReason, Path
 from tandem.core.values import Cause
 from tandem.server.api.bounds import LOOP_BYTES
+from tandem.server.router.answer import passed_headers
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -263,6 +264,15 @@ def test_the_path_is_in_the_head_of_streams_and_answers() -> None:
         for stream in (False, True):
             response = http.post("/v1/completions", json={"prompt": "x", "stream": stream})
             assert response.headers["x-tandem-path"] == "remote"
+
+
+def test_proxies_are_told_not_to_collect_a_stream() -> None:
+    with world(says("a")).http() as http:
+        for stream, said in ((False, None), (True, "no")):
+            response = http.post("/v1/completions", json={"prompt": "x", "stream": stream})
+            assert response.headers.get("x-accel-buffering") == said
+            passed = passed_headers(response.headers)
+            assert passed.get("x-accel-buffering") == said, "also behind a router"
 
 
 def test_the_request_id_of_the_client_comes_back() -> None:

@@ -23,12 +23,13 @@ from _shared import BASE, MODEL, QUESTIONS, UNIFIED, alone, free_port, post, sam
 READY_S, GONE_S, POLL_S = 30.0, 30.0, 0.1
 LONG = 1500  # tokens of an answer that nobody waits for
 BIG_CHARS = 600_000  # of a prompt that is refused; nginx takes a million bytes
+STREAMED, PAGE_BYTES = 300, 4096  # tokens of a stream; what nginx would collect, unless it is told not to
 TIMES = 20
 GENERATED = re.compile(r"^sglang:generation_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 RUNNING = re.compile(r"^sglang:num_running_reqs\{.*\} (\S+)$", re.MULTILINE)
 
 NGINX = """
-daemon off; pid {folder}/pid; error_log stderr;
+daemon off; master_process off; pid {folder}/pid; error_log stderr;
 events {{}}
 http {{
     access_log off;
@@ -69,7 +70,8 @@ def main() -> None:
     shown(
         ", ".join(facts),
         f"{len(QUESTIONS)} chats each, whole and streamed, equal to one engine's",
-        f"{TIMES} on kept connections",
+        "tokens as they are written",
+        f"{TIMES} answers on kept connections",
         "what is refused reads the same",
         f"clients that leave a stream of {LONG} tokens end it",
     )
@@ -87,6 +89,7 @@ def through(name: str, config: str, words: list[str], version: list[str]) -> str
         try:
             wait_ready(f"{url}/health", process, ready_s=READY_S)
             check_chats(url)
+            check_pieces(url)
             check_kept_connections(url)
             check_refusals(url)
             check_leaving(url)
@@ -117,6 +120,17 @@ def check_chats(url: str) -> None:
         same("".join(choice["delta"].get("content") or "" for it in events for choice in it["choices"]), expected)
 
 
+def check_pieces(url: str) -> None:
+    """Tokens are there as they are written, and not when a page of them has come together."""
+    body = chat("Count.", stream=True, max_tokens=STREAMED, ignore_eos=True)
+    pieces: list[bytes] = []
+    with urllib.request.urlopen(asking(url, body), timeout=60) as reply:
+        while piece := reply.read1():
+            pieces.append(piece)
+    pages = sum(map(len, pieces)) / PAGE_BYTES
+    assert len(pieces) > 2 * pages, f"a stream of {pages:.0f} pages comes in {len(pieces)} pieces"
+
+
 def check_kept_connections(url: str) -> None:
     expected = post(f"{UNIFIED}/v1/completions", {"model": MODEL, "prompt": "1 + 1 =", "max_tokens": 8})
     for _ in range(TIMES):
@@ -127,16 +141,19 @@ def check_kept_connections(url: str) -> None:
 def check_refusals(url: str) -> None:
     """A wrong field, and a prompt that is far too long: the router's own words, with the client's request id."""
     for body in (chat("Hello!", max_tokens=-1), chat("1 " * (BIG_CHARS // 2))):
-        answers = [refusal(f"{base}/v1/chat/completions", body) for base in (BASE, url)]
+        answers = [refusal(base, body) for base in (BASE, url)]
         assert answers[0] == answers[1], answers
         assert answers[0][:2] == (400, "proxied"), answers
 
 
-def refusal(url: str, body: dict[str, Any]) -> tuple[int, str | None, Any]:
+def asking(url: str, body: dict[str, Any]) -> urllib.request.Request:
     headers = {"content-type": "application/json", "x-request-id": "proxied"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+
+
+def refusal(url: str, body: dict[str, Any]) -> tuple[int, str | None, Any]:
     try:
-        with urllib.request.urlopen(request, timeout=60):
+        with urllib.request.urlopen(asking(url, body), timeout=60):
             raise AssertionError("it is taken")
     except urllib.error.HTTPError as error:
         return error.code, error.headers["x-request-id"], json.load(error)
@@ -147,10 +164,7 @@ def check_leaving(url: str) -> None:
     that has left."""
     before = total(GENERATED)
     body = chat("Count.", stream=True, max_tokens=LONG, ignore_eos=True)
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(asking(url, body), timeout=60) as reply:
         assert reply.readline().startswith(b"data:")
     until = time.monotonic() + GONE_S
     while total(RUNNING):

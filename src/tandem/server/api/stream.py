@@ -44,6 +44,11 @@ from tandem.server.tracing import Span, ending_with_errors, response_headers
 logger = logging.getLogger("tandem.server")
 decode_score = msgspec.msgpack.Decoder(TokenScore).decode
 SAMPLE_SCORES = LOOP_SCORES // LOOP_SAMPLES  # that an event is worth, whatever it holds
+EVENT_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect some pages of events before it passes them on
+)
 PATH_ORDER = ("unified", "remote", "local", "fallback")  # of several samples the head names the last of these
 
 
@@ -546,7 +551,7 @@ class TokenResponse:
         if length is not None:
             headers.append((b"content-length", b"%d" % length))
         if self._is_streamed:
-            headers += [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            headers += EVENT_STREAM
             headers += [] if self._teller is None else [(TELLS.encode(), b"1")]
         else:
             headers.append((b"content-type", b"application/json"))

@@ -81,7 +81,7 @@ class Pipe:
 
 def passed_headers(headers: httpx.Headers) -> dict[str, str]:
     """What of a worker's head the client gets to see: nothing that could not be sent on."""
-    passed = ("content-type", "retry-after", "cache-control")
+    passed = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
     own = {name for name in headers if name.startswith("x-tandem-") and name != TELLS}
     named = {name: value for name, value in headers.items() if name in passed or name in own}
     return {name: value for name, value in named.items() if value.isprintable()}
