@@ -1,5 +1,6 @@
 """Models whose layers transformers computes, through servers: their KV is cached, sent and kept as any other."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ from reference import PAGE, real_prompts
 from served_models import POOL, SIZES, ask, assert_same, prompts_of, served, storage_flags
 from transformers import PreTrainedModel
 
+from tandem.cli import serve
 from tandem.cli.main import main
+from tandem.engine.model_config import read_config
+from tandem.engine.transformers_facts import examined_here
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +89,12 @@ def test_every_dp_rank_computes_with_a_model_of_its_own(gpt2: tuple[Path, PreTra
     ],
 )
 def test_what_layers_of_transformers_do_not_allow_is_refused_by_name(
-    gpt2: tuple[Path, PreTrainedModel], flags: list[str], capsys: pytest.CaptureFixture[str]
+    gpt2: tuple[Path, PreTrainedModel],
+    flags: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(serve, "read_config", partial(read_config, examine=examined_here))
     assert main(["serve", str(gpt2[0]), *flags]) == 2
 
     said = capsys.readouterr().err

@@ -100,7 +100,9 @@ def test_keys_and_values_may_be_kept_in_8_bits(tmp_path: Path) -> None:
 # --- what it knows of itself ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "cohere2_windows", "vaultgemma_caps"])
+@pytest.mark.parametrize(
+    "name", ["vaultgemma_caps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "cohere2_windows"))]
+)
 def test_a_process_of_its_own_finds_the_same(tmp_path: Path, name: str) -> None:
     make(name, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())

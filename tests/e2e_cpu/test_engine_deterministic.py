@@ -52,6 +52,8 @@ MACHINES: dict[str, tuple[int, dict[str, str]]] = {
     ),
 }
 
+MARKS = {"sse": pytest.mark.slow}
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -69,7 +71,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", [pytest.param(name, marks=MARKS.get(name, ())) for name in MACHINES])
 def test_a_row_keeps_its_bits_on(machine: str, checkpoints: Path) -> None:
     threads, told = MACHINES[machine]
     environment = {

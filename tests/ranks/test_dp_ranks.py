@@ -266,7 +266,11 @@ BY_TURNS = ("--load-balance-method", "round_robin")
     "lives",
     [
         pytest.param((("--dp", "4"), ("--dp", "2"), ("--dp", "4")), id="rooms name ranks"),
-        pytest.param((("--dp", "2", *BY_TURNS), ("--dp", "1"), ("--dp", "2", *BY_TURNS)), id="ranks are asked for"),
+        pytest.param(
+            (("--dp", "2", *BY_TURNS), ("--dp", "1"), ("--dp", "2", *BY_TURNS)),
+            id="ranks are asked for",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_prefill_may_come_back_with_fewer_ranks_and_with_more(lives: tuple[tuple[str, ...], ...]) -> None:

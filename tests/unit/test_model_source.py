@@ -1,6 +1,7 @@
 """From what a user calls a model to a directory, or to the one sentence that says what to do instead."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 from huggingface_hub import constants, utils
 
 from tandem.cli import main as cli
+from tandem.cli import serve
 from tandem.cli.failure import CommandFailed
 from tandem.cli.model_source import find_model
+from tandem.engine.model_config import read_config
+from tandem.engine.transformers_facts import examined_here
 
 
 @pytest.mark.parametrize(
@@ -77,8 +81,9 @@ def test_a_model_of_the_hub_without_safetensors_is_told_so(tmp_path: Path, monke
 
 
 def test_an_architecture_that_is_not_there_is_one_line_and_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(serve, "read_config", partial(read_config, examine=examined_here))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
     (tmp_path / "model.safetensors").touch()
     assert cli.run_command("serve", [str(tmp_path), "--port", "0"]) == 1
