@@ -21,6 +21,7 @@ from tandem.core.router.messages import (
     ForwardRejection,
     HalfAnswered,
     HalfEnded,
+    HalfEvent,
     HalfFailed,
     HalfFailure,
     HalfRejected,
@@ -354,6 +355,17 @@ def test_decodes_head_ends_the_deadline() -> None:
     world.tell(HalfAnswered(R, 1, P), HalfEnded(R, 1, P), HalfAnswered(R, 1, D))
     assert world.sleep(60) == []
     assert world.tell(DecodeSpoke(R, 1), HalfEnded(R, 1, D)) == [Forward(R, 1), Finish(R)]
+
+
+@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize("prefill", [[HalfAnswered(R, 1, P)], [HalfAnswered(R, 1, P), HalfEnded(R, 1, P)]])
+def test_a_document_of_which_only_the_head_comes_ends(prefill: list[HalfEvent], merges: bool) -> None:
+    world = World()
+    world.ask(merges=merges)
+    world.tell(*prefill, HalfAnswered(R, 1, D))
+    (failed,) = ends(world.sleep(600.5))
+    assert isinstance(failed, Fail)
+    assert (failed.cause, failed.stage) == (RouteCause.DEADLINE_EXCEEDED, "decode_body")
 
 
 def test_no_retry_begins_when_the_deadline_would_come_first() -> None:

@@ -18,7 +18,8 @@ Rules:
     A prefill that says `worker_lost` there has told nobody: it counts as broken.
 4.  The deadline bounds everything until the first token. A grace is added, so that a worker that says at the deadline
     in which wait it was is still heard. Of a stream the first byte tells that there is a token. Of a document nothing
-    may come before its end, but that prefill has ended well tells it: from then on it is `document_ns` that bounds.
+    may come before its end, but that prefill has ended well tells it, or decode's head: from then on it is
+    `document_ns` that bounds.
 5.  A request that was aborted by name is not retried: its halves end it, between two attempts the router does.
 6.  A stream that can be resumed (`DecodeSpoke.is_resumable`), and whose decode dies, or says that it cannot go on and
     another may, goes on with another decode: an attempt like any other, which is asked for what follows. It happens
@@ -148,7 +149,9 @@ class RoutedRequest:
             return []
         match event:
             case HalfAnswered():
-                self._answered(half)
+                self.halves[half] = HalfState.ANSWERED
+                if half is Side.DECODE:  # of a document
+                    self._has_token(now)
                 return []
             case DecodeSpoke(is_resumable=is_resumable):
                 return self._spoke(is_resumable)
@@ -204,17 +207,21 @@ class RoutedRequest:
             return "retry_backoff"
         if self.phase is Phase.FORWARDING:
             return "stream"
+        if self.halves.get(Side.DECODE) is HalfState.ANSWERED:
+            return "decode_body"
         if self.halves.get(Side.PREFILL) is HalfState.SENT:
             return "prefill_head"
         return "prefill_body" if self.halves.get(Side.DECODE) is HalfState.ENDED else "decode_head"
 
-    def _answered(self, half: Side) -> None:
-        self.halves[half] = HalfState.ANSWERED
-        if half is Side.DECODE and self.phase is Phase.TRYING:
-            self.wake_at = None  # there is a first token: decode's stall timeout takes over
+    def _has_token(self, now: Nanos) -> None:
+        """A document that is still to end."""
+        if self.wake_at is not None:
+            self.wake_at = max(self.wake_at, Nanos(now + self.settings.document_ns))
 
     def _spoke(self, is_resumable: bool) -> list[RouterCommand]:
-        self._answered(Side.DECODE)
+        self.halves[Side.DECODE] = HalfState.ANSWERED
+        if self.phase is Phase.TRYING:
+            self.wake_at = None  # there is a first token: decode's stall timeout takes over
         if self.phase is not Phase.TRYING or self.merges:
             return []
         self.phase = Phase.FORWARDING
@@ -224,8 +231,8 @@ class RoutedRequest:
 
     def _ended(self, half: Side, has_error: bool, now: Nanos) -> list[RouterCommand]:
         self.halves[half] = HalfState.ENDED
-        if half is Side.PREFILL and not has_error and not self.streams and self.wake_at is not None:
-            self.wake_at = max(self.wake_at, Nanos(now + self.settings.document_ns))
+        if half is Side.PREFILL and not has_error and not self.streams:
+            self._has_token(now)
         is_last = not self.is_open(half.other)
         if self.phase is Phase.TRYING and self.merges:
             return self._merge(half, now)
