@@ -430,6 +430,30 @@ def test_an_answer_that_a_silent_worker_owes_is_given_up_after_a_while() -> None
     assert failed.cause is RouteCause.CONNECTION_LOST
 
 
+def test_of_requests_that_have_ended_no_wakes_are_kept_however_far_their_deadlines() -> None:
+    world = World(1, 1)
+    for number in range(1000):
+        request = RequestId(number)
+        world.tell(ClientAsked(request, None, Nanos(86_400 * SECOND)))
+        world.tell(HalfEnded(request, 1, P), DecodeSpoke(request, 1), HalfEnded(request, 1, D))
+        world.now += 1
+    assert world.router.num_active() == 0
+    empty = World(1, 1)
+    assert len(world.router.snapshot()) < len(empty.router.snapshot()) + 2000
+
+
+def test_a_request_whose_wake_is_among_many_forgotten_ones_has_its_deadline() -> None:
+    world = World(1, 1)
+    world.ask(1)
+    for number in range(2, 500):
+        request = RequestId(number)
+        world.tell(ClientAsked(request, None, Nanos(86_400 * SECOND)))
+        world.tell(ClientLeft(request))
+    (failed,) = ends(world.sleep(10.31))
+    assert isinstance(failed, Fail)
+    assert failed.request == 1
+
+
 def test_least_load_sees_what_is_under_way() -> None:
     world = World(1, 2, policy="least_load")
     busy = world.ask(1, num_prompts=3).pair.decode.id

@@ -45,6 +45,8 @@ from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 
 IDLE_NS = 60 * SECOND  # without workers there is nothing to wake for
+WAKES_MAX = 64  # of requests that have ended, or want to be woken at another time; and `WAKES_EACH` of those under way
+WAKES_EACH = 4
 
 
 class RouterSettings(Struct, frozen=True):
@@ -287,7 +289,13 @@ class Router:
             self._forget(routed)
         elif routed.wake_at is not None and routed.wake_at != wake_before:
             heapq.heappush(self._wakes, (routed.wake_at, request))
+            if len(self._wakes) > WAKES_MAX + WAKES_EACH * len(self._requests):
+                self._forget_wakes()
         return commands
+
+    def _forget_wakes(self) -> None:
+        """Those that mean nothing any more: clients choose how far in the future they are."""
+        self._wakes = sorted((e.wake_at, e.request) for e in self._requests.values() if e.wake_at is not None)
 
     def _count(self, routed: RoutedRequest, sign: int) -> None:
         for worker in routed.open_workers():
