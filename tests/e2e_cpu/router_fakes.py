@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.core.settings import Role
 from tandem.server.api.errors import Code, Failure, error_headers, error_json
 from tandem.server.api.http1 import uvicorn_config
+from tandem.server.api.resume import TELLS
 from tandem.server.router.app import RouterApp, listen
 from tandem.server.router.config import RouterConfig, make_worker
 from tandem.server.router.generate import GENERATION_PATHS
@@ -83,6 +84,18 @@ class Die:
     chunks: tuple[bytes, ...] = ()
     is_stream: bool = True
     once: Callable[[], Any] = lambda: True  # not before this is true
+
+
+@dataclass(frozen=True)
+class TellAndDie:
+    """Frames of a stream that others may go on with, then a connection that breaks."""
+
+    frames: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class BeginAnew:
+    """A whole document, whatever was asked for."""
 
 
 @dataclass
@@ -216,6 +229,13 @@ class FakeWorker:
                 while (await receive())["type"] != "http.disconnect":
                     pass
                 seen.is_closed = True
+            case TellAndDie(frames=frames):
+                await head(send, 200, {"content-type": "text/event-stream", TELLS: "1"})
+                for frame in frames:
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+                raise ConnectionResetError("told to die")
+            case BeginAnew():
+                await reply(send, 200, b'{"text": "anew"}')
             case Die(chunks=chunks, is_stream=is_stream):
                 kind = "text/event-stream" if is_stream else "application/json"
                 await head(send, 200, {"content-type": kind})

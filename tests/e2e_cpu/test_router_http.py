@@ -10,11 +10,24 @@ from typing import Any
 
 import httpx
 import pytest
-from router_fakes import Answer, Die, FallSilent, Fleet, Hang, Refuse, Reject, eventually, fleet
+from router_fakes import (
+    Answer,
+    BeginAnew,
+    Die,
+    FallSilent,
+    Fleet,
+    Hang,
+    Refuse,
+    Reject,
+    TellAndDie,
+    eventually,
+    fleet,
+)
 
 from raw_http import exchange
 from seen_spans import SeenTracing
 from tandem.server.api.errors import RULES, Code
+from tandem.server.api.resume import PROOF_BYTES, Opening, Piece, PieceKind, ResumeFrame, encode_frame
 from tandem.server.router import app
 
 CLIENT = httpx.Client(timeout=20)  # making one takes longer than a request
@@ -291,6 +304,30 @@ def test_a_page_that_its_client_has_left_is_not_waited_for(monkeypatch: pytest.M
         with asking(made, "/v1/loads"):
             (asked,) = eventually(lambda: [seen for seen in made.decodes[0].seen if seen.path == "/v1/loads"], "a call")
         eventually(lambda: asked.is_closed, "the call closed")
+
+
+OPENING = Opening("nonce", 1, (1,))
+
+
+def frame_of(data: bytes, opening: Opening | None) -> bytes:
+    said = Piece(0, PieceKind.SAYS, [1]).encode()
+    return encode_frame(ResumeFrame(len(data), said, b"p" * PROOF_BYTES, opening), data)
+
+
+@pytest.mark.parametrize(
+    ("opening", "others"),
+    [(OPENING, BeginAnew()), (OPENING, Answer()), (None, Answer())],
+    ids=["another decode gives a document", "another decode begins a stream", "nobody knows how it began"],
+)
+def test_a_lost_stream_that_nobody_goes_on_with_ends_with_its_cause(opening: Opening | None, others: Any) -> None:
+    with fleet(1, 2) as made:
+        first, second = made.decodes  # in this order
+        first.behaves(TellAndDie((frame_of(b"data: 1\n\n", opening),)), others)
+        second.behaves(others)
+        text = post(made, CHAT | {"stream": True}).text
+        assert text.startswith("data: 1\n\n")
+        assert "connection_lost" in text
+        eventually(made.is_idle)
 
 
 def test_a_decode_that_dies_before_its_first_byte_is_retried() -> None:

@@ -374,8 +374,8 @@ class RouterShell:
             self._hear(connection, upstream.reject(is_retryable=is_retryable))
         elif upstream.is_resumable:
             await self._listen_to_frames(connection, response)
-        elif upstream.is_stream and connection.call.source is not None:
-            self._hear(connection, upstream.fail(HalfFailure.BROKEN, "begins a stream anew that it was to go on with"))
+        elif upstream.half is Side.DECODE and connection.call.source is not None:
+            self._hear(connection, upstream.fail(HalfFailure.BROKEN, "begins an answer anew that it was to go on with"))
         elif upstream.is_stream:
             await self._listen_to_stream(connection, response)
         elif upstream.half is Side.DECODE:
@@ -429,6 +429,8 @@ class RouterShell:
                 if data:
                     await pipe.put(data)
                 connection.told.add(frame)
+                # Of what does not tell how it began nobody can be asked for the rest.
+                connection.upstream.is_resumable = connection.told.opening is not None
                 connection.heard_at = time.monotonic_ns()
                 if frame.is_last:
                     pipe.end()
