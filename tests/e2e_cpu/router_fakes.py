@@ -119,6 +119,7 @@ class FakeWorker:
         self.is_healthy = True
         self.models = ["fake"]
         self.hangs_at = ""  # a page that is not answered
+        self.drips_at = ""  # one whose answer does not end
         self._behaviours: list[Any] = [Answer()]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
@@ -174,7 +175,15 @@ class FakeWorker:
             return await self._behave(behaviour, seen, receive, send)
         if path == self.hangs_at:
             return await self._behave(Hang(), seen, receive, send)
+        if path == self.drips_at:
+            return await self._drip(send)
         return await reply(send, *self._control(path))
+
+    async def _drip(self, send: Send) -> None:
+        await head(send, 200, {"content-type": "application/json"})
+        while True:  # until its task is cancelled
+            await send({"type": "http.response.body", "body": b" ", "more_body": True})
+            await asyncio.sleep(0.02)
 
     def _control(self, path: str) -> tuple[int, bytes]:
         documents: dict[str, Any] = {

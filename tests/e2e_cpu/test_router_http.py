@@ -306,6 +306,17 @@ def test_a_page_that_its_client_has_left_is_not_waited_for(monkeypatch: pytest.M
         eventually(lambda: asked.is_closed, "the call closed")
 
 
+@pytest.mark.parametrize(("method", "page"), [("GET", "/model_info"), ("POST", "/tokenize")])
+def test_an_answer_of_a_worker_that_does_not_end_is_none(
+    method: str, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "WHOLE_CONTROL_SECONDS", 0.2)
+    with fleet() as made:
+        made.decodes[0].drips_at = page
+        response = CLIENT.request(method, made.url + page)
+        assert (response.status_code, error_of(response)["code"]) == (502, "connection_lost")
+
+
 OPENING = Opening("nonce", 1, (1,))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -110,6 +110,28 @@ def test_who_cannot_be_reached_is_missed() -> None:
         assert taken(prober) == [WorkerProbed(gone.id, ProbeResult.MISSED)]
 
     probing(story)
+
+
+def test_a_probe_whose_answer_does_not_end_is_missed_in_time() -> None:
+    async def drip() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=drip()))
+        prober = Prober(lambda: httpx.AsyncClient(transport=transport), timeout_s=0.1)
+        has_come = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        prober.start(lambda: loop.call_soon_threadsafe(has_come.set))
+        try:
+            prober.probe(make_worker(0, Role.DECODE, "http://127.0.0.1:1"))
+            await asyncio.wait_for(has_come.wait(), PATIENCE_S)
+            assert [found.result for found in prober.take()] == [ProbeResult.MISSED]
+        finally:
+            prober.close()
+
+    asyncio.run(main())
 
 
 def test_a_probe_that_is_under_way_at_the_end_is_given_up() -> None:

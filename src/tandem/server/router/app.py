@@ -101,7 +101,9 @@ from tandem.server.router.worker_pages import WorkerPages
 from tandem.server.tracing import NO_TRACING, Tracing, make_tracing
 
 FIRST_LOOK_SECONDS = 4.0  # longer than the timeout of a probe
-CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation
+PROBE_SECONDS = 2.5  # less than the core waits: what comes later would be taken for the answer to the next probe
+CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation, and between two pieces of it
+WHOLE_CONTROL_SECONDS = 60.0  # for all of it
 
 log = logging.getLogger("tandem.router")
 
@@ -124,7 +126,7 @@ class RouterApp:
             now=Nanos(time.monotonic_ns()),
         )
         key = next(iter((config.api_key or "").splitlines()), "")
-        prober = Prober(make_client, timeout_s=CONNECT_SECONDS, asks_models=config.enable_igw, key=key)
+        prober = Prober(make_client, timeout_s=PROBE_SECONDS, asks_models=config.enable_igw, key=key)
         self._last_steps = RouterLastSteps(
             self.router, draws, folder_of(config.fault_records), settings=config.settings()
         )
@@ -290,8 +292,9 @@ class RouterApp:
         sent = httpx.Headers(headers, encoding="latin-1")  # as they were read
         call = self._client.request(page.method, url, content=body, headers=sent, timeout=CONTROL_SECONDS)
         try:
-            return await (while_there(request, call) if page.method == "GET" else call)  # an order is seen through
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(WHOLE_CONTROL_SECONDS):
+                return await (while_there(request, call) if page.method == "GET" else call)  # an order is seen through
+        except (httpx.HTTPError, TimeoutError) as error:
             return f"{type(error).__name__} {error}".strip()
 
     async def _openapi(self, request: Request) -> Response:

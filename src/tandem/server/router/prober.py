@@ -94,23 +94,24 @@ class Prober:
         task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, worker: RegisteredWorker) -> None:
-        try:
-            response = await self._client.get(worker.url + "/health", timeout=self._timeout_s)
-        except httpx.HTTPError:
-            result = probe_result(None)
-        else:
-            result = probe_result(response.status_code)
+        response = await self._get(worker.url + "/health", {})
+        result = probe_result(None if response is None else response.status_code)
         models = await self._models(worker) if self._asks_models and result is ProbeResult.OK else None
         self._found.append(WorkerProbed(worker.id, result, models))
         self._has_come()
 
     async def _models(self, worker: RegisteredWorker) -> tuple[str, ...] | None:
         """None: it does not tell, or nothing that can be used."""
+        response = await self._get(worker.url + "/v1/models", self._headers)
+        return names_in(response.content) if response is not None and response.is_success else None
+
+    async def _get(self, url: str, headers: dict[str, str]) -> httpx.Response | None:
+        """None: not all of an answer has come in time, whatever came of it."""
         try:
-            response = await self._client.get(worker.url + "/v1/models", timeout=self._timeout_s, headers=self._headers)
-        except httpx.HTTPError:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._client.get(url, headers=headers)
+        except (httpx.HTTPError, TimeoutError):
             return None
-        return names_in(response.content) if response.is_success else None
 
 
 def names_in(raw: bytes) -> tuple[str, ...] | None:
