@@ -128,6 +128,25 @@ def test_a_worker_answers_what_it_has_before_it_is_gone() -> None:
         assert CLIENT.get(f"{made.url}/workers/{worker_id}").status_code == 404
 
 
+def test_an_abort_by_name_reaches_who_is_to_leave_and_who_drains() -> None:
+    with fleet(prefills=2, decodes=2) as made, ThreadPoolExecutor() as pool:
+        go_on = threading.Event()
+        for worker in made.prefills + made.decodes:
+            worker.behaves(Reject(400, once=go_on.is_set))
+        asked = pool.submit(ask, made, rid="mine")
+        leaving, draining = eventually(lambda: made.seen()[1:] and (made.prefills[0], made.decodes[0]))
+        assert leaving.generations
+        assert draining.generations
+        CLIENT.delete(f"{made.url}/workers/{known(made)[leaving.url]['id']}")
+        draining.is_healthy = False
+        eventually(lambda: not known(made)[draining.url]["is_healthy"], "it gets no more requests")
+        assert CLIENT.post(made.url + "/abort_request", json={"rid": "mine"}).status_code == 200
+        told = [worker for worker in (leaving, draining) if any(it.path == "/abort_request" for it in worker.seen)]
+        go_on.set()
+        asked.result()
+        assert told == [leaving, draining]
+
+
 def test_prefills_bring_their_bootstrap_port() -> None:
     with fleet() as made:
         new = FakeWorker(Role.PREFILL)

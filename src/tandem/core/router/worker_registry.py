@@ -179,6 +179,14 @@ class WorkerRegistry:
         entries = self._entries.values()
         return [e.worker for e in entries if e.worker.role is role and _is_live(e) and e.serves(model)]
 
+    def answering(self) -> list[RegisteredWorker]:
+        """Whoever may have requests and hears us: those that drain or are to leave, too."""
+        return [
+            e.worker
+            for e in self._entries.values()
+            if e.worker.id not in self._silent and e.health is not Health.JOINING
+        ]
+
     def models(self, worker: WorkerId) -> tuple[str, ...] | None:
         return None if (entry := self._entries.get(worker)) is None else entry.models
 

@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from operator import itemgetter
 from typing import Any  # what a coroutine is sent and gives back while it runs
@@ -322,6 +322,11 @@ class RouterApp:
     ) -> list[tuple[RegisteredWorker, httpx.Response | str]]:
         """To the live ones, prefills first."""
         workers = [*self.router.registry.live(Role.PREFILL), *self.router.registry.live(Role.DECODE)]
+        return await self._send_to(workers, request, page, body)
+
+    async def _send_to(
+        self, workers: Sequence[RegisteredWorker], request: Request, page: WorkerRoute, body: bytes
+    ) -> list[tuple[RegisteredWorker, httpx.Response | str]]:
         answers = await asyncio.gather(*(self._ask(worker, request, page, body) for worker in workers))
         return list(zip(workers, answers, strict=True))
 
@@ -407,10 +412,13 @@ class RouterApp:
         return PlainTextResponse(f"Cache flushed on {len(answers)} workers.\n")
 
     async def _abort_request(self, request: Request) -> Response:
-        """Both halves of a request know it, one of them perhaps no more: the larger count is the answer."""
+        """Both halves of a request know it, one of them perhaps no more: the larger count is the answer.
+
+        Asked are those too that get no more requests, as they are to leave or drain: they have some.
+        """
         body = await read_body(request)
         await self._keep_from_retrying(body)
-        answers = await self._send_all(request, ABORT_REQUEST, body)
+        answers = await self._send_to(self.router.registry.answering(), request, ABORT_REQUEST, body)
         given = [answer for _, answer in answers if isinstance(answer, httpx.Response)]
         if not given:
             raise Refusal(Problem.NO_LIVE_PAIR, "no worker answers", stage=STAGE)
