@@ -147,6 +147,18 @@ def test_an_abort_by_name_reaches_who_is_to_leave_and_who_drains() -> None:
         assert told == [leaving, draining]
 
 
+def test_a_worker_is_the_same_one_however_its_url_is_written() -> None:
+    with fleet() as made:
+        new = FakeWorker(Role.DECODE)
+        for url in (new.url, f"127.0.0.1:{new.port}", f"HTTP://127.0.0.1:0{new.port}/"):
+            params = {"url": url, "worker_type": "decode"}
+            assert CLIENT.post(made.url + "/add_worker", params=params).json()["url"] == new.url
+        assert len(known(made)) == 3
+        assert CLIENT.post(made.url + "/remove_worker", params={"url": f"127.0.0.1:{new.port}"}).status_code == 202
+        eventually(lambda: new.url not in known(made), "it has left")
+        new.kill()
+
+
 def test_prefills_bring_their_bootstrap_port() -> None:
     with fleet() as made:
         new = FakeWorker(Role.PREFILL)

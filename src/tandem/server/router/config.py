@@ -204,7 +204,7 @@ def nanos(seconds: float) -> Nanos:
 
 
 def make_worker(index: int, role: Role, url: str, bootstrap_port: int | None = None) -> RegisteredWorker:
-    """Raises ValueError with a sentence for the user when `url` is none."""
+    """Of an URL in whatever spelling. Raises ValueError with a sentence for the user when `url` is none."""
     full = url if "://" in url else f"http://{url}"
     parts = urlsplit(full)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -213,9 +213,10 @@ def make_worker(index: int, role: Role, url: str, bootstrap_port: int | None = N
         raise ValueError(f"the URL of {parts.hostname} has a name or a password in it, which logs would show")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     try:
-        has_port = parts.port is not None
+        port = parts.port
     except ValueError:
         raise ValueError(f"{url} has no valid port") from None
-    if not has_port:
+    if port is None:
         raise ValueError(f"{url} names no port")
-    return RegisteredWorker(WorkerId(index), role, full.rstrip("/"), host, bootstrap_port)
+    spelt = f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
+    return RegisteredWorker(WorkerId(index), role, spelt, host, bootstrap_port)

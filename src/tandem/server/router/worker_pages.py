@@ -104,10 +104,14 @@ class WorkerPages:
         return self._removed(self._named(request))
 
     async def _remove_by_url(self, request: Request) -> Response:
-        url = request.query_params.get("url", "").rstrip("/")
+        given = request.query_params.get("url", "")
+        try:
+            url = make_worker(self._router.registry.next_id, Role.DECODE, given).url
+        except ValueError:
+            raise unknown(given) from None
         worker = next((worker for worker in self._staying() if worker.url == url), None)
         if worker is None:
-            raise unknown(url)
+            raise unknown(given)
         return self._removed(worker)
 
     def _removed(self, worker: RegisteredWorker) -> Response:
