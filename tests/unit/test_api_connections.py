@@ -316,6 +316,27 @@ def test_no_refusal_stands_in_the_middle_of_an_answer() -> None:
     serves(story, app)
 
 
+def test_who_leaves_while_another_request_waits_behind_the_first_leaves_the_first() -> None:
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await send({"type": "http.response.body", "body": b""})
+        heard.append(scope["path"])
+
+    async def story(port: Port) -> None:
+        reader, writer = await port.open(b"".join(b"GET /%d HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % i for i in range(2)))
+        await reader.readuntil(b"begun\r\n")
+        writer.transport.abort()
+        await until(lambda: heard and not port.bounds.num_requests)
+        assert heard == ["/0"]
+
+    serves(story, app)
+
+
 def test_a_request_that_comes_behind_another_one_waits_for_its_turn_to_be_refused() -> None:
     """Said earlier, it would stand in the middle of the answer that is under way."""
 

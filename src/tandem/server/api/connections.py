@@ -144,7 +144,8 @@ class BoundedHttp1(Http1):
     _is_refused = False
     _is_open = True  # one of `num_open`, since it was accepted
     _has_asked = False  # the head of a request has come whole
-    _counted: deque[bool]  # for each request that is under way, in order: whether it is one of `num_requests`
+    # The requests that are under way, in order, and whether each is one of `num_requests`.
+    _under_way: deque[tuple[RequestResponseCycle, bool]]
 
     def leave_place(self) -> None:
         """It is none of those that are counted as open any more."""
@@ -154,7 +155,7 @@ class BoundedHttp1(Http1):
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        self._counted = deque()
+        self._under_way = deque()
         self._wait(self.bounds.head_s)
 
     def end_with(self, answer: bytes) -> None:
@@ -187,8 +188,11 @@ class BoundedHttp1(Http1):
 
     def connection_lost(self, exc: Exception | None) -> None:
         bounds = self.bounds
-        bounds.num_requests -= sum(self._counted)
-        self._counted.clear()
+        bounds.num_requests -= sum(counts for _, counts in self._under_way)
+        for cycle, _ in self._under_way:  # uvicorn tells the one that came last
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._under_way.clear()
         bounds.lingering.pop(self, None)
         bounds.turns.drop(self)
         self.leave_place()
@@ -240,14 +244,14 @@ class BoundedHttp1(Http1):
         self.bounds.waiting.pop(self, None)
         self._has_asked = True
         counts = self.url.partition(b"?")[0].decode("latin-1") not in PAGES
-        if counts and self.bounds.is_full and not self._counted:  # an answer that is under way is not cut short
+        if counts and self.bounds.is_full and not self._under_way:  # an answer that is under way is not cut short
             self.end_with(TOO_MANY_REQUESTS)
             self.bounds.note_refusal(self.transport.get_extra_info("socket"))
             return
-        self._counted.append(counts)
         self.bounds.num_requests += counts
         self._limit(self.bounds.request_s or self.bounds.body_s)
         super().on_headers_complete()
+        self._under_way.append((self.cycle, counts))
         self.cycle.transport = EndedBehind(self, self.cycle)  # type: ignore[assignment]  # uvicorn writes and closes, no more
 
     def on_body(self, body: bytes) -> None:
@@ -267,7 +271,8 @@ class BoundedHttp1(Http1):
 
     def on_response_complete(self) -> None:
         is_next_there = bool(self.pipeline)
-        self.bounds.num_requests -= self._counted.popleft()
+        _, counts = self._under_way.popleft()
+        self.bounds.num_requests -= counts
         if self._is_refused:
             return  # it lingers
         super().on_response_complete()
