@@ -389,6 +389,19 @@ def test_who_leaves_while_it_waits_for_its_turn_leaves_its_place() -> None:
     serves(story)
 
 
+def test_who_has_waited_for_its_turn_and_cannot_be_read_is_not_kept_longer_than_others() -> None:
+    async def story(port: Port) -> None:
+        opened = [await port.open() for _ in range(NUM_HELD)]
+        await until(lambda: port.bounds.num_open == len(opened))
+        for _, writer in opened:
+            writer.write(b"no HTTP")
+        for reader, _ in opened:
+            assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 400")
+        await until(lambda: not port.bounds.num_open)
+
+    serves(story)
+
+
 def test_the_router_refuses_by_the_head_alone_too() -> None:
     async def story(port: Port) -> None:
         _held = await port.open(generate({"text": "x"}, missing=10))

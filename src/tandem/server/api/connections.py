@@ -207,6 +207,9 @@ class BoundedHttp1(Http1):
             return
         if self in self.bounds.waiting and not self._may_begin(data):
             return
+        self._take_in(data)
+
+    def _take_in(self, data: bytes) -> None:
         super().data_received(data)
         if self._is_refused and not self.transport.is_closing():
             self._linger()  # the rest of its request is still under way
@@ -225,7 +228,7 @@ class BoundedHttp1(Http1):
     def begin(self, data: bytes) -> None:
         self.transport.resume_reading()
         self._wait(self.bounds.head_s)
-        super().data_received(data)
+        self._take_in(data)
 
     def eof_received(self) -> None:
         if self._is_refused:
