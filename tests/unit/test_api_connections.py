@@ -442,6 +442,19 @@ def test_a_body_that_does_not_come_to_the_router_by_its_deadline_is_answered() -
     serves(story, app)
 
 
+def test_the_time_that_a_body_takes_to_come_to_the_router_is_none_of_what_is_left() -> None:
+    app = RouterApp(RouterConfig(workers=())).app
+
+    async def story(port: Port) -> None:
+        raw = generate({"text": "x", "timeout": 0.02})
+        reader, writer = await port.open(raw[:-1])
+        await asyncio.sleep(0.1)
+        writer.write(raw[-1:])
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 504")
+
+    serves(story, app)
+
+
 async def unread(port: Port, request: bytes) -> asyncio.StreamReader:
     """A client with a small window that never reads."""
     raw = socket.socket()

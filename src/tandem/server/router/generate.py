@@ -100,7 +100,9 @@ class Generate:
         except TimeoutError:
             raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed: the body did not come", stage=STAGE) from None
         model = model_of(self._shell.router.registry, request.scope["path"], body)
-        timeout = timeout_seconds(request, body, default=self._timeout_seconds)
+        timeout = began + timeout_seconds(request, body, default=self._timeout_seconds) - time.monotonic()
+        if timeout <= 0:
+            raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the body came", stage=STAGE)
         reply = _Reply(send, request.scope["path"], request.state.request_id, began, conversation, span)
         headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
         call = self._shell.open(
