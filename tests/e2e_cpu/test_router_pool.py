@@ -71,6 +71,16 @@ def test_requests_at_the_same_time_have_a_connection_each_and_give_it_back() -> 
     asyncio.run(story())
 
 
+def test_what_comes_behind_an_answer_is_not_the_answer_to_the_next_request() -> None:
+    async def story() -> None:
+        async with served() as (server, client):
+            server.answer = ANSWER + ANSWER.replace(b"body", b"more")
+            assert [(await client.get(server.url)).content for _ in range(3)] == [b"body"] * 3
+        await until_closed(server, 3)
+
+    asyncio.run(story())
+
+
 def test_an_answer_that_is_left_early_closes_its_connection() -> None:
     async def story() -> None:
         async with served() as (server, client):

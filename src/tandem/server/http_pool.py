@@ -58,7 +58,9 @@ class PooledTransport(httpx.AsyncBaseTransport):
     async def give_back(self, connection: httpcore.AsyncHTTPConnection, origin: httpcore.Origin) -> None:
         """After the body: keep it if it can serve another request."""
         idle = self._idle.setdefault(str(origin), [])
-        if connection.is_idle() and len(idle) < IDLE_MAX:
+        if connection.is_idle() and _has_more(connection):
+            await connection.aclose()
+        elif connection.is_idle() and len(idle) < IDLE_MAX:
             idle.append(connection)
             if self._sweeper is None:
                 self._sweeper = asyncio.create_task(self._sweep())
@@ -117,6 +119,12 @@ class _Body(httpx.AsyncByteStream):
         self._is_closed = True
         await self._answer.aclose()
         await self._pool.give_back(self._connection, self._origin)
+
+
+def _has_more(connection: httpcore.AsyncHTTPConnection) -> bool:
+    """Whether bytes came behind the answer: the next request would take them for its own. The library does not look."""
+    state = getattr(getattr(connection, "_connection", None), "_h11_state", None)
+    return state is None or bool(state.trailing_data[0])
 
 
 def _translated(error: BaseException, request: httpx.Request) -> BaseException:
