@@ -113,6 +113,17 @@ def test_who_never_gets_ready_is_tried_on_while_another_of_its_kind_serves(story
         story.dies(1)
 
 
+def test_who_ends_while_others_still_start_ends_the_wait_for_them(
+    story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.cli.fleet.is_ready", lambda port: False)
+    router = Member("router", (), Process(), 2, tmp_path / "router.log")  # type: ignore[arg-type]
+    both = FakeFleet(tmp_path, engines=1, members=[story.member, router])
+    story.process.returncode = 1
+    with pytest.raises(CommandFailed, match="decode-0: no model there"):
+        both.wait_ready(timeout_s=60)
+
+
 @pytest.mark.parametrize("told_twice_while", ["it says so", "it drains"])
 def test_who_is_told_again_while_it_drains_kills_what_is_left(
     told_twice_while: str, monkeypatch: pytest.MonkeyPatch

@@ -113,11 +113,15 @@ class Fleet:
             )
 
     def wait_ready(self, *, timeout_s: float, tell: Callable[[Member], None] = lambda member: None) -> None:
-        """Until every member is ready; `tell` hears of each. Raises CommandFailed."""
+        """Until every member is ready; `tell` hears of each. Raises CommandFailed.
+
+        Also where one that was ready has ended: others may wait for it.
+        """
         deadline = time.monotonic() + timeout_s
         while waiting := [member for member in self.members if not member.is_ready]:
-            for member in waiting:
+            for member in self.members:
                 self.check_alive(member)
+            for member in waiting:
                 if is_ready(member.port):
                     member.is_ready = True
                     tell(member)
