@@ -124,6 +124,19 @@ def test_who_ends_while_others_still_start_ends_the_wait_for_them(
         both.wait_ready(timeout_s=60)
 
 
+def test_the_cause_of_an_end_is_none_of_a_former_life(tmp_path: Path) -> None:
+    once = (
+        f"[ -e {tmp_path}/again ] && kill -9 $$; touch {tmp_path}/again; echo 'tandem: error: no model there'; exit 1"
+    )
+    with Fleet(tmp_path, engines=1) as fleet:
+        member = fleet.start_program("decode-0", ("sh", "-c", once), port=1)
+        for cause in ("no model there", "decode-0 was killed by signal SIGKILL"):
+            member.process.wait()
+            with pytest.raises(CommandFailed, match=cause):
+                fleet.check_alive(member)
+            fleet.restart(member)
+
+
 @pytest.mark.parametrize("told_twice_while", ["it says so", "it drains"])
 def test_who_is_told_again_while_it_drains_kills_what_is_left(
     told_twice_while: str, monkeypatch: pytest.MonkeyPatch

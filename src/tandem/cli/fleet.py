@@ -44,6 +44,7 @@ class Member:
     log: Path
     listener: socket.socket | None = None  # which it inherits; ours, so that it stays when the member ends
     is_ready: bool = False
+    life_at: int = 0  # where in its log this life begins
 
     @property
     def kind(self) -> str:
@@ -55,8 +56,9 @@ class Member:
         return f"http://127.0.0.1:{self.port}"
 
     def cause_of_end(self) -> str | None:
-        """The error line in its log, if it wrote one."""
-        for line in reversed(self.log.read_text(errors="replace").splitlines()):
+        """The error line in its log, if it wrote one in this life."""
+        said = self.log.read_bytes()[self.life_at :].decode(errors="replace")
+        for line in reversed(said.splitlines()):
             if line.startswith(ERROR_MARK):
                 return line.removeprefix(ERROR_MARK)
         return None
@@ -96,7 +98,7 @@ class Fleet:
     def restart(self, member: Member) -> None:
         """Another life of a member that has ended, on the same ports. Its log goes on."""
         assert member.process.poll() is not None
-        member.is_ready = False
+        member.is_ready, member.life_at = False, member.log.stat().st_size
         member.process = self._spawn(member.command, member.log, member.listener)
 
     def _spawn(self, command: Sequence[str], log: Path, listener: socket.socket | None) -> "subprocess.Popen[bytes]":
