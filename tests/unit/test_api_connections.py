@@ -337,6 +337,25 @@ def test_who_leaves_while_another_request_waits_behind_the_first_leaves_the_firs
     serves(story, app)
 
 
+def test_what_stands_in_a_trailer_is_no_header() -> None:
+    seen: list[list[bytes]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append([name for name, _ in scope["headers"]])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def story(port: Port) -> None:
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        trailing = head + b"1\r\nx\r\n0\r\nAuthorization: Bearer key\r\n\r\n"
+        reader, _writer = await port.open(trailing + HEALTH)
+        for _ in range(2):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert seen == [[b"host", b"transfer-encoding"], [b"host"]]
+
+    serves(story, app)
+
+
 def test_a_request_that_comes_behind_another_one_waits_for_its_turn_to_be_refused() -> None:
     """Said earlier, it would stand in the middle of the answer that is under way."""
 

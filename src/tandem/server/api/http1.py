@@ -4,6 +4,8 @@
   as a no. But the parser takes the offer for an agreement and never reads the body. So the offer is made unreadable.
 - The parser keeps a head, or the trailer of a body, in memory until it is complete, however long it grows. Here
   `MAX_HEAD_BYTES` are read for it and no more.
+- Fields of a trailer come from it as those of a head do. They are none: whoever stands before us, and says which
+  headers pass, has not looked at them.
 - What it cannot read is refused in the form of all other errors.
 - Who speaks HTTP/1.0 (`ab`, many a health checker and proxy) cannot read chunks, with which uvicorn would answer. So a
   body whose length is not known goes out as it is, and ends with its connection.
@@ -29,6 +31,7 @@ class Http1(HttpToolsProtocol):
 
     _kept_bytes = 0  # by the parser, since it last came to the end of a head, a piece of a body, or a message
     _is_unreadable = False  # the parser has given up
+    _has_head = False  # of the message that comes
 
     def data_received(self, data: bytes) -> None:
         """No valid JSON body holds an offer, so only heads are changed; a head that comes in two parts may escape."""
@@ -45,13 +48,18 @@ class Http1(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._has_head = False
         self.scope["extensions"] = {CUT: self.cut}  # type: ignore[typeddict-item]  # ASGI has names of its own there
 
     def cut(self) -> None:
         self.transport.abort()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._has_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._kept_bytes = 0
+        self._kept_bytes, self._has_head = 0, True
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.send = unchunked(self.cycle)  # type: ignore[method-assign]  # of this one request
