@@ -317,6 +317,13 @@ def test_an_answer_of_a_worker_that_does_not_end_is_none(
         assert (response.status_code, error_of(response)["code"]) == (502, "connection_lost")
 
 
+def test_a_cookie_that_a_worker_sets_goes_to_nobody() -> None:
+    with fleet() as made:
+        made.decodes[0].behaves(Answer(headers={"set-cookie": "mine=1; Path=/"}))
+        assert [post(made).headers.get("set-cookie") for _ in range(2)] == [None, None]
+        assert [seen.headers.get("cookie") for seen in made.seen()] == [None] * 4
+
+
 OPENING = Opening("nonce", 1, (1,))
 
 

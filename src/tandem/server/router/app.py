@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from operator import itemgetter
 from typing import Any  # what a coroutine is sent and gives back while it runs
 
@@ -456,6 +457,7 @@ def make_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(
         transport=PooledTransport(),  # no proxy of the environment: these are one's own workers
         timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # none is kept: they would be of all clients
         headers={"accept-encoding": "identity", "user-agent": f"tandem-router/{tandem.__version__}"},
     )
 
