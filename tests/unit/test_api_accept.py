@@ -183,6 +183,18 @@ def test_a_refused_socket_goes_with_its_client_or_after_a_while(monkeypatch: pyt
     serves(story, max_connections=0, patience_s=LONG)
 
 
+def test_who_was_let_in_and_has_no_transport_at_the_end_of_a_port_is_told_why() -> None:
+    async def story(port: Port) -> None:
+        clients = [port.connect(MODELS) for _ in range(PER_TURN + 2)]
+        await until(lambda: port.bounds.num_open == len(clients))
+        port.server.servers[0].close()
+        said = [await answer(client) for client in clients[PER_TURN:]]
+        assert [(it[:12], b"draining" in it) for it in said] == [(b"HTTP/1.1 503", True)] * 2
+        await until(lambda: port.bounds.num_open == PER_TURN)
+
+    serves(story)
+
+
 def test_at_the_end_of_a_port_nobody_lingers() -> None:
     found: list[ConnectionBounds] = []
 

@@ -14,6 +14,7 @@ still sends would not read why.
 """
 
 import asyncio
+import contextlib
 import errno
 import socket
 from collections import deque
@@ -25,6 +26,7 @@ from starlette.types import ASGIApp
 
 from tandem.server.api.access import PAGES
 from tandem.server.api.connections import (
+    ENDING,
     LINGER_SECONDS,
     TOO_MANY_CONNECTIONS,
     TOO_MANY_REQUESTS,
@@ -85,7 +87,8 @@ class HttpListener:
         if self._retry is not None:
             self._retry.cancel()
         while self._let_in:
-            self._let_in.popleft().close()
+            self._bounds.num_open -= 1
+            turn_away(self._let_in.popleft())
         for refused in tuple(self._refused):
             refused.close()
 
@@ -188,6 +191,15 @@ class RefusedConnection:
         except OSError:
             pass  # it has left
         self.close()
+
+
+def turn_away(sock: socket.socket) -> None:
+    """At once. What it has sent is read before: closed with that unread, the connection would be reset."""
+    with contextlib.suppress(OSError):  # nothing is there, or it has left
+        sock.recv(DISCARDED_BYTES)
+    with contextlib.suppress(OSError):
+        sock.send(ENDING)
+    sock.close()
 
 
 def asks_for_work(sock: socket.socket) -> bool:

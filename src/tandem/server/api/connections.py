@@ -26,6 +26,7 @@ from functools import partial
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from tandem.core.values import Cause
 from tandem.server.api.access import PAGES
 from tandem.server.api.errors import Failure, Problem
 from tandem.server.api.http1 import Http1, whole_answer
@@ -357,4 +358,5 @@ def busy(message: str) -> bytes:
 
 
 TOO_MANY_CONNECTIONS = busy("this server has as many connections as it can hold")
+ENDING = whole_answer(Failure(Cause.DRAINING, "this server is shutting down"), "Service Unavailable")
 TOO_MANY_REQUESTS = busy("this server has as many requests under way as it may")
