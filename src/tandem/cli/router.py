@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandFailed(f"cannot listen on {where}: {error.strerror or error}") from None
     if (warning := open_to_others(config)) is not None:
         logging.getLogger("tandem.router").warning(warning)
-    print(f"tandem router listens on http://{config.host}:{listener.getsockname()[1]}", flush=True)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    print(f"tandem router listens on http://{host}:{listener.getsockname()[1]}", flush=True)
     serve_router(config, listener)
     return 0
 
