@@ -153,22 +153,30 @@ def test_live_rooms_are_distinct_whatever_the_source_gives(drawn: list[int]) -> 
 
 
 @pytest.mark.parametrize(
-    ("body", "count"),
+    ("path", "body", "count"),
     [
-        ({"messages": [{"role": "user", "content": "x"}]}, None),
-        ({"prompt": "x"}, None),
-        ({"prompt": [1, 2, 3]}, None),
-        ({"prompt": []}, None),
-        ({"prompt": ["a"]}, 1),
-        ({"prompt": ["a", "b"], "n": 2}, 2),
-        ({"prompt": [[1, 2], [3]]}, 2),
-        ({"text": ["a", "b", "c"], "input_ids": None}, 3),
-        ({"input_ids": [[1], [2]]}, 2),
-        ({"input_ids": [1, 2]}, None),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, None),
+        ("/v1/completions", {"prompt": "x"}, None),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, None),
+        ("/v1/completions", {"prompt": []}, None),
+        ("/v1/completions", {"prompt": ["a"]}, 1),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}, 2),
+        ("/v1/completions", {"prompt": [[1, 2], [3]]}, 2),
+        ("/generate", {"text": ["a", "b", "c"], "input_ids": None}, 3),
+        ("/generate", {"input_ids": [[1], [2]]}, 2),
+        ("/generate", {"input_ids": [1, 2]}, None),
+        # fields that this endpoint does not have
+        ("/v1/chat/completions", {"prompt": ["a", "b"]}, None),
+        ("/v1/messages", {"text": ["a", "b"]}, None),
+        ("/v1/responses", {"input": "x", "input_ids": [[1], [2]]}, None),
+        ("/v1/completions", {"prompt": "x", "text": ["a", "b"]}, None),
+        ("/generate", {"text": "x", "prompt": ["a", "b"]}, None),
     ],
 )
-def test_prompts_are_counted_as_lists_and_samples_do_not_multiply(body: dict[str, object], count: int | None) -> None:
-    assert num_prompts(body) == count
+def test_prompts_are_counted_as_lists_and_samples_do_not_multiply(
+    path: str, body: dict[str, object], count: int | None
+) -> None:
+    assert num_prompts(path, body) == count
 
 
 def test_the_fields_of_a_batch_are_lists_and_those_of_one_prompt_are_scalars() -> None:

@@ -45,9 +45,10 @@ def test_a_timeout_header_that_is_no_time_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("field", ["prompt", "text", "input_ids"])
 def test_more_prompts_than_a_worker_takes_get_no_rooms(field: str) -> None:
+    path = "/v1/completions" if field == "prompt" else "/generate"
     prompt = [5] if field == "input_ids" else "x"
-    check_prompts({field: [prompt] * MAX_PROMPTS})
-    check_prompts({field: [5] * (MAX_PROMPTS + 1)})  # one prompt, of ids
+    check_prompts(path, {field: [prompt] * MAX_PROMPTS})
+    check_prompts(path, {field: [5] * (MAX_PROMPTS + 1)})  # one prompt, of ids
     with pytest.raises(Refusal) as found:
-        check_prompts({field: [prompt] * (MAX_PROMPTS + 1)})
-    assert found.value.failure.status == 400
+        check_prompts(path, {field: [prompt] * (MAX_PROMPTS + 1)})
+    assert (found.value.failure.status, found.value.failure.param) == (400, field)

@@ -16,6 +16,7 @@ from tandem.core.values import Room
 ROOM_MASK = (1 << 63) - 1
 ROUTED_RANK = ("routed_dp_rank", "data_parallel_rank")  # the second is the deprecated name of the first
 PREFILL_RANK = "disagg_prefill_dp_rank"
+PROMPTS = {"/v1/completions": ("prompt",), "/generate": ("text", "input_ids")}  # where a path has several prompts
 DRAWS_MAX = 64  # a source that is wrong that often in a row is broken, not unlucky
 
 
@@ -83,13 +84,13 @@ def fields_of_decode(body: Mapping[str, object]) -> dict[str, object]:
     return {} if routed is None else {PREFILL_RANK: routed}
 
 
-def num_prompts(body: Mapping[str, object]) -> int | None:
+def num_prompts(path: str, body: Mapping[str, object]) -> int | None:
     """How many prompts a request body lists, None when it has one that is not in a list.
 
     A list is a batch when its elements are prompts (strings or token lists); a flat list of token ids is one prompt.
-    Covers `prompt` of completions, `text` and `input_ids` of /generate; chat has none of them.
+    Workers ignore the fields of other endpoints, so these count for nothing here either.
     """
-    for key in ("prompt", "text", "input_ids"):
+    for key in PROMPTS.get(path, ()):
         if not isinstance(value := body.get(key), list):
             continue
         prompts = cast(list[object], value)

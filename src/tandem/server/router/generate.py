@@ -99,6 +99,7 @@ class Generate:
                 body, content, blocks = await off_loop(size, LOOP_BYTES, self._read, raw, conversation, key)
         except TimeoutError:
             raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed: the body did not come", stage=STAGE) from None
+        check_prompts(request.scope["path"], body)
         model = model_of(self._shell.router.registry, request.scope["path"], body)
         timeout = began + timeout_seconds(request, body, default=self._timeout_seconds) - time.monotonic()
         if timeout <= 0:
@@ -263,7 +264,6 @@ def read_object(raw: bytes, conversation: PendingResponse | None = None) -> tupl
     if not isinstance(body, dict):
         raise Refusal(Problem.INVALID_JSON, "the body must be a JSON object")
     stamp_time(body)
-    check_prompts(body)
     if conversation is not None:
         previous, given = body.get("previous_response_id"), body.get("input")
         if previous is None or isinstance(previous, str):  # another one is the workers' to refuse
@@ -294,10 +294,13 @@ def stamp_time(body: dict[str, Any]) -> None:
         body["rendered_at"] = int(time.time())
 
 
-def check_prompts(body: dict[str, Any]) -> None:
-    """Each gets a room; the workers would refuse so many only after that. Raises `Refusal`."""
-    if (num_prompts(body) or 1) > MAX_PROMPTS:
+def check_prompts(path: str, body: dict[str, Any]) -> None:
+    """Each gets a room; the workers would refuse so many only after that, in these words. Raises `Refusal`."""
+    if (num_prompts(path, body) or 1) <= MAX_PROMPTS:
+        return
+    if path != "/generate":
         raise invalid("prompt", f"at most {MAX_PROMPTS} prompts in one request")
+    raise invalid("text" if body.get("text") is not None else "input_ids", f"must hold 1 to {MAX_PROMPTS} prompts")
 
 
 def timeout_seconds(request: Request, body: dict[str, Any], *, default: float) -> float:

@@ -189,7 +189,7 @@ class RouterShell:
             streams,
         )
         self._calls[call.id] = call
-        self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges, blocks, model))
+        self.tell(ClientAsked(call.id, num_prompts(path, body), nanos(timeout_seconds), streams, merges, blocks, model))
         return call
 
     def add_worker(self, worker: RegisteredWorker) -> None:
