@@ -6,9 +6,12 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
+from tandem.core.router.pairing import fields_of_decode
+from tandem.server.api.body import Routing, decode_body
 from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import Refusal
-from tandem.server.router.generate import check_prompts, timeout_seconds
+from tandem.server.api.validation import check_timeout
+from tandem.server.router.generate import check_prompts, read_object, timeout_seconds
 from tandem.server.router.shell import encode_rest, with_fields
 
 
@@ -52,3 +55,42 @@ def test_more_prompts_than_a_worker_takes_get_no_rooms(field: str) -> None:
     with pytest.raises(Refusal) as found:
         check_prompts(path, {field: [prompt] * (MAX_PROMPTS + 1)})
     assert (found.value.failure.status, found.value.failure.param) == (400, field)
+
+
+@pytest.mark.parametrize("timeout", [b"0", b"-1", b"true", b'"1"', b"[]", b"604801", b"1e9"])
+def test_a_timeout_is_refused_in_the_words_of_a_worker(timeout: bytes) -> None:
+    raw = b'{"timeout": %s}' % timeout
+    with pytest.raises(Refusal) as here:
+        timeout_seconds(Request({"type": "http", "headers": []}), msgspec.json.decode(raw), default=1.0)
+    with pytest.raises(Refusal) as there:
+        decode_body(raw, Routing)
+    assert here.value.failure.code == there.value.failure.code
+    assert here.value.failure.message == there.value.failure.message
+
+
+@pytest.mark.parametrize("text", ["nan", "-1", "0", "soon", "", "604800001", "inf"])
+def test_a_timeout_header_is_refused_in_the_words_of_a_worker(text: str) -> None:
+    headers = [(b"x-request-timeout-ms", text.encode())]
+    with pytest.raises(Refusal) as here:
+        timeout_seconds(Request({"type": "http", "headers": headers}), {}, default=1.0)
+    with pytest.raises(Refusal) as there:
+        check_timeout(None, text, 1.0)
+    assert here.value.failure.message == there.value.failure.message
+
+
+@pytest.mark.parametrize("raw", [b"[1]", b"null", b'"a"', b"7", b"", b"{", b'{"a": 1} x'])
+def test_a_body_that_is_no_object_is_refused_in_the_words_of_a_worker(raw: bytes) -> None:
+    with pytest.raises(Refusal) as here:
+        read_object(raw)
+    with pytest.raises(Refusal) as there:
+        decode_body(raw, Routing)
+    assert here.value.failure.code == there.value.failure.code == "invalid_json"
+    assert here.value.failure.message == there.value.failure.message
+
+
+def test_a_worker_complains_of_the_field_that_the_client_has_sent() -> None:
+    body: dict[str, object] = {"data_parallel_rank": "x"}
+    sent = with_fields({"bootstrap_room": 5} | fields_of_decode(body), encode_rest(body))
+    with pytest.raises(Refusal) as found:
+        decode_body(sent, Routing)
+    assert found.value.failure.param == "data_parallel_rank"

@@ -311,6 +311,8 @@ def decode_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     except msgspec.ValidationError as error:
         what, _, _ = str(error).partition(" - at ")
         param = param_of(str(error))
+        if param is None and what.startswith("Expected `object`, got "):  # the body itself
+            raise Refusal(Problem.INVALID_JSON, "the body must be a JSON object") from None
         raise Refusal(Problem.INVALID_VALUE, f"{param}: {what}" if param else str(error), param=param) from None
     except NOT_JSON as error:
         raise Refusal(Problem.INVALID_JSON, f"the body is not valid JSON: {error}") from None

@@ -6,7 +6,6 @@ none came in.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any  # a JSON object, passed on
@@ -20,9 +19,9 @@ from tandem.core.router.messages import Fail
 from tandem.core.router.pairing import num_prompts
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import WorkerRegistry
-from tandem.core.values import MAX_TIMEOUT_SECONDS, Cause
+from tandem.core.values import SECOND, Cause
 from tandem.server.api.body import NOT_JSON
-from tandem.server.api.bounds import LOOP_BYTES, MAX_PROMPTS
+from tandem.server.api.bounds import LOOP_BYTES, MAX_PROMPTS, Seconds
 from tandem.server.api.errors import (
     RULES,
     Code,
@@ -39,6 +38,7 @@ from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.response_store import PendingResponse, ResponseStore, owner_of
 from tandem.server.api.tenant import given_key
+from tandem.server.api.validation import check_timeout
 from tandem.server.router.answer import Gone, StreamedAnswer, WholeAnswer, merge_input_logprobs
 from tandem.server.router.finished_response import LastEvent, keep_document, keep_event
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
@@ -260,7 +260,7 @@ def read_object(raw: bytes, conversation: PendingResponse | None = None) -> tupl
     try:
         body = msgspec.json.decode(raw)
     except NOT_JSON as error:
-        raise Refusal(Problem.INVALID_JSON, f"the body is not JSON: {error}") from None
+        raise Refusal(Problem.INVALID_JSON, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refusal(Problem.INVALID_JSON, "the body must be a JSON object")
     stamp_time(body)
@@ -307,17 +307,18 @@ def timeout_seconds(request: Request, body: dict[str, Any], *, default: float) -
     """The smaller of what body and header say: a gateway before us may have spent some of the client's time."""
     given: list[float] = []
     if (in_body := body.get("timeout")) is not None:
-        given.append(_positive(None if isinstance(in_body, str) else in_body, "timeout"))
+        given.append(_within_bounds(in_body))
     if (in_header := request.headers.get("x-request-timeout-ms")) is not None:
-        given.append(_positive(in_header, "X-Request-Timeout-Ms") / 1000)
-    return min([*given, MAX_TIMEOUT_SECONDS]) if given else default
+        given.append(check_timeout(None, in_header, default) / SECOND)
+    return min(given, default=default)
 
 
-def _positive(value: object, name: str) -> float:
+def _within_bounds(value: object) -> float:
+    """The workers get what is left of it instead, so what they would refuse is refused here, in their words.
+
+    value: not null, which they take for none.
+    """
     try:
-        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):  # no number, or an integer beyond all floats
-        number = math.nan
-    if not number > 0:
-        raise invalid(name, "must be a positive number")
-    return number
+        return msgspec.convert(value, Seconds | None) or 0.0
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise invalid("timeout", str(error)) from None

@@ -465,8 +465,11 @@ def encode_rest(body: dict[str, object]) -> bytes:
 
 
 def with_fields(own: dict[str, object], content: bytes) -> bytes:
-    """One JSON object from fields, of which there is at least one, and an encoded object."""
-    return msgspec.json.encode(own)[:-1] + (b"," + content[1:] if len(content) > 2 else content[1:])
+    """One JSON object from an encoded object and fields, of which there is at least one.
+
+    These come last, as workers complain of the first field that is wrong: it is one of the client's.
+    """
+    return content[:-1] + (b"," if len(content) > 2 else b"") + msgspec.json.encode(own)[1:]
 
 
 def names_of(body: dict[str, object], headers: dict[str, str]) -> frozenset[str]:
