@@ -60,6 +60,7 @@ def test_an_answer_that_is_another_or_a_call_against_its_schema_is_noticed(answe
         check_form(called, called.right)
 
 
+@pytest.mark.slow
 def test_servers_close_connections_in_the_same_order_whatever_their_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which are addresses, so that a set of them yields another order in another process."""
     options = draw_options(STOPPED_SEED)

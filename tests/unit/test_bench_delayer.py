@@ -56,7 +56,9 @@ def found(bench: ModuleType, profile: str, *variants: str, least_share: float = 
     return [serving.numbers() for serving in all_]
 
 
-@pytest.mark.parametrize(("profile", "least_share"), [("190", 0.8), ("20", 0.8), ("60", 1.0)])
+@pytest.mark.parametrize(
+    ("profile", "least_share"), [("190", 0.8), ("20", 0.8), pytest.param("60", 1.0, marks=pytest.mark.slow)]
+)
 def test_a_gate_that_tunes_itself_is_about_as_good_as_the_best_ratio_and_never_worse_than_none(
     bench: ModuleType, profile: str, least_share: float
 ) -> None:
