@@ -85,3 +85,32 @@ def test_a_transfer_that_does_not_end_is_given_up_and_its_memory_is_not_used_aga
             folder.read("page", FILE_BYTES)
     assert mover._reads.memory is not before
     assert folder.read("page", FILE_BYTES) == PAGE
+
+
+def test_faults_that_have_ended_keep_no_memory(mover: Any) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    for _ in range(12):
+        with pytest.raises(OSError, match="NIXL could not write"):
+            mover.write(full, [PAGE])
+        assert len(mover._writes._abandoned) <= 1
+    os.close(full)
+
+
+def test_with_many_transfers_that_do_not_end_nothing_is_moved_until_they_have(
+    tmp_path: Path, mover: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = DiskFolder(tmp_path, mover)
+    (tmp_path / "page").write_bytes(PAGE)
+    seconds = count(0, 6)
+    with monkeypatch.context() as patched:
+        patched.setattr(nixl_mover.nixl_agent, "check_xfer_state", lambda *_: "PROC")
+        with monkeypatch.context() as never:
+            never.setattr(nixl_mover.nixl_agent, "transfer", lambda *_: "PROC")
+            never.setattr(nixl_mover.time, "monotonic", lambda: next(seconds))
+            for _ in range(nixl_mover.MAX_ABANDONED):
+                with pytest.raises(TimeoutError):
+                    folder.read("page", FILE_BYTES)
+        with pytest.raises(OSError, match="does not end 8 transfers"):
+            folder.read("page", FILE_BYTES)
+    assert folder.read("page", FILE_BYTES) == PAGE
+    assert mover._reads._abandoned == []
