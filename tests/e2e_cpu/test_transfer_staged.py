@@ -14,10 +14,10 @@ from torch import Tensor
 from transfer_world import DEADLINE_S, DECODE, PREFILL, Gate, Side, eventually
 
 from data_planes import introduce
-from tandem.core.commands import RevokePages
+from tandem.core.commands import PublishPages, RevokePages
 from tandem.core.events import PagesLanded, ReadsDrained, TransferDrained
 from tandem.core.kv_parts import Runs
-from tandem.core.values import Cause, RequestId
+from tandem.core.values import Cause, PageId, RequestId
 from tandem.engine.device_pages import DevicePages
 from tandem.transfer.port import Backend, Held
 
@@ -32,8 +32,11 @@ class Device(DevicePages):
     def __init__(self, tensor: Tensor, page_bytes: int) -> None:
         super().__init__(tensor, page_bytes)
         self.holds, self.has_begun, self.go_on, self.has_ended = (threading.Event() for _ in range(4))
+        self.is_broken = False
 
     def read(self, pages: Sequence[int], runs: Runs, into: memoryview) -> None:
+        if self.is_broken:
+            raise RuntimeError("out of memory")
         self._wait(pages)
         super().read(pages, runs, into)
         self.has_ended.set()
@@ -172,6 +175,22 @@ def test_revoked_pages_are_drained_when_the_copy_out_of_them_has_ended() -> None
         owner.wait_reads_drained(1)
         assert device.has_ended.is_set()
         reader.wait_failed(1)
+
+
+def test_pages_that_cannot_be_digested_fail_their_transfer_and_no_later_one() -> None:
+    """Nobody waits until a deadline for what never comes."""
+    with pair("owner") as (owner, reader, (device,)):
+        device.is_broken = True
+        owner.transfer.publish(PublishPages(RequestId(1), 5, 0, (PageId(0),), (1,), 1))
+        failed = owner.wait_failed(1)
+        assert (failed.attempt, failed.cause) == (5, Cause.TRANSFER_FAILED)
+        assert failed.detail == "pages cannot be read: RuntimeError('out of memory')"
+        owner.revoke(1, attempt=5)
+        owner.wait_reads_drained(1)
+        assert owner.transfer.held() == Held()
+        device.is_broken = False
+        reader.pull(2, [0], [1], owner.publish(2, [0]))
+        reader.wait_landed(2, 1)
 
 
 def test_a_peer_that_wants_shared_memory_or_nixl_is_refused() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.core.commands import PublishPages
-from tandem.core.events import Event, PageRead, PagesDigested, ReadsDrained
-from tandem.core.values import PageId, RequestId, ShardId
+from tandem.core.events import Event, PageRead, PagesDigested, ReadsDrained, TransferFailed
+from tandem.core.values import Cause, PageId, RequestId, ShardId
 from tandem.transfer.lender import IDLE_GRACE_NS, READ_REPORT_INTERVAL_NS, Grant, Lender
 from tandem.transfer.port import Held
 from tandem.transfer.protocol import Status
@@ -118,6 +118,18 @@ def test_digests_that_come_after_the_revocation_lend_nothing_and_are_not_told() 
     assert world.events == [ReadsDrained(ONE, 0, ShardId(0))]
     assert world.lease(grant.secret, [1], [10]) is Status.NOT_GRANTED
     assert world.lender.held() == Held()
+
+
+def test_pages_that_cannot_be_read_are_never_lent_and_are_told_unless_revoked() -> None:
+    world = World()
+    grant, command = world.publish(3, attempt=2)
+    world.lender.unreadable(grant, command, "why")
+    (failed,) = world.events
+    assert failed == TransferFailed(ONE, 2, ShardId(0), Cause.TRANSFER_FAILED, "pages cannot be read: why")
+    assert world.lease(grant.secret, [3], [30]) is Status.NOT_GRANTED
+    world.lender.revoke(ONE, 2)
+    world.lender.unreadable(grant, command, "why")
+    assert [type(event) for event in world.events] == [TransferFailed, ReadsDrained]
 
 
 def test_revoking_without_readers_drains_at_once_and_ends_leases() -> None:

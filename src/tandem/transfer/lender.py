@@ -24,8 +24,8 @@ from operator import eq
 from typing import Generic, TypeVar
 
 from tandem.core.commands import PublishPages
-from tandem.core.events import Event, PageRead, PagesDigested, ReadsDrained
-from tandem.core.values import MILLISECOND, SECOND, RequestId, ShardId
+from tandem.core.events import Event, PageRead, PagesDigested, ReadsDrained, TransferFailed
+from tandem.core.values import MILLISECOND, SECOND, Cause, RequestId, ShardId
 from tandem.transfer.port import Held
 from tandem.transfer.protocol import Status
 
@@ -110,6 +110,12 @@ class Lender(Generic[Link]):
                 command.request, command.attempt, self._shard, command.first_page, num_pages, digests, grant.secret
             )
         )
+
+    def unreadable(self, grant: Grant[Link], command: PublishPages, why: str) -> None:
+        """The pages of the command, which have no digests and are never lent: nobody is to wait for them."""
+        if not grant.is_revoked:
+            detail = f"pages cannot be read: {why}"
+            self._report(TransferFailed(command.request, command.attempt, self._shard, Cause.TRANSFER_FAILED, detail))
 
     def revoke(self, request: RequestId, attempt: int) -> None:
         """No new lease. ReadsDrained follows, once: now, or when the last lease has ended."""

@@ -101,6 +101,10 @@ class PageOwner:
         with self._lock:
             self._lender.digested(grant, command, digests)
 
+    def unreadable(self, grant: Grant[ReaderLink], command: PublishPages, why: str) -> None:
+        with self._lock:
+            self._lender.unreadable(grant, command, why)
+
     def revoke(self, request: RequestId, attempt: int) -> None:
         with self._lock:
             self._lender.revoke(request, attempt)

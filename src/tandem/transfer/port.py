@@ -6,6 +6,7 @@ events, handed to `report` from threads of the transfer (so `report` is thread-s
 returned no event follows and no byte lands.
 
     publish   -> PagesDigested         per command, unless it is revoked first; the pages may be read from then on
+                 TransferFailed        instead, where they cannot be read here
                  PageRead              at the first read of a request and then at most once per second
     revoke    -> ReadsDrained          the pages may be overwritten. A revoke while this answer is due adds none
     pull      -> PagesLanded*          watermarks; only pages count all of whose parts are here, with equal digests

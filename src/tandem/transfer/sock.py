@@ -169,9 +169,15 @@ class SockTransfer:
         if grant.is_revoked:
             return
         pages, names = command.pages, {"sources": command.pages, "generations": command.generations}
-        digests = (
-            self._pages.digests(pages, runs, room=command.room, **names) for runs in self._kv.lends(command.reader)
-        )
+        try:
+            digests = [
+                self._pages.digests(pages, runs, room=command.room, **names) for runs in self._kv.lends(command.reader)
+            ]
+        except Exception as error:  # of a device, which has no memory left, say
+            log.exception("pages of request %d cannot be read", command.request)
+            self._owner.unreadable(grant, command, repr(error))
+            self._outbox.flush()
+            return
         self._owner.digested(grant, command, tuple(map(pack_digests, digests)))
         self._outbox.flush()
 
