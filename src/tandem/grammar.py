@@ -31,7 +31,8 @@ NO_TOKEN = -1
 # Between two tokens of JSON. Where more may come, a model that prefers spaces to an answer says nothing else.
 WHITESPACE = r" ?"
 # `?` and `!` are about the tree that a parser would make: what may be said is the same.
-IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]*start\s*:)")
+# Spaces of one line only: over all empty lines that follow, the search would take the square of their number.
+IS_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|[?!]*start\s*:)")
 # All that may stand in a URI reference. A name with anything else in it is one that no `$ref` can mean.
 URI_REFERENCE = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
 # Numbers as JSON has them, also where the JSON is a text in a text. What becomes -2**63 as an integer, which everything

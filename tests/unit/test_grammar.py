@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from functools import cache, lru_cache
 
 import numpy as np
@@ -69,6 +70,15 @@ def test_an_object_has_the_properties_that_it_names() -> None:
     part = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     it = matcher(grammar.from_json_schema({"allOf": [place, part]}))
     follow(it, '{"city": "Rome", "name": "Ada"')
+
+
+def test_empty_lines_cost_no_more_than_other_characters() -> None:
+    """Whoever searches keeps the interpreter's lock: over a minute for 64 KiB, and the server's watchdog ends it."""
+    started = time.process_time()
+    for text in ("\n" * 60_000 + "x", " " * 60_000 + "x", "\nstart " * 8_000):
+        assert not grammar.IS_LARK.search(text)
+    assert time.process_time() - started < 1
+    assert grammar.IS_LARK.search("\n\n \t?start :")
 
 
 def test_the_end_may_come_where_the_grammar_may_end_and_only_there() -> None:
