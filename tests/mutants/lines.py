@@ -2655,9 +2655,16 @@ OTHERS = (
     Break(
         "the_end_is_told_to_a_life_that_has_ended",
         "core/disagg/decode_side.py",
-        "    if side.arrival is None or not side.arrival.is_answered:",
+        "    if side.arrival is None or side.arrival.offered_at is None:",
         "    if side.is_unmet:",
         "unit/test_core_rendezvous.py::test_the_next_life_of_a_lost_prefill_hears_of_the_end",
+    ),
+    Break(
+        "the_end_is_told_to_the_rank_that_has_sent_ready_on",
+        "core/disagg/decode_side.py",
+        "    if side.arrival is None or side.arrival.offered_at is None:",
+        "    if side.arrival is None or not side.arrival.is_answered:",
+        "unit/test_core_dp_ranks.py::test_the_loss_of_a_rank_that_has_sent_ready_on_is_told_to_the_one_that_has_the_room",
     ),
     # integers over which the library of the grammars would end
     Break(

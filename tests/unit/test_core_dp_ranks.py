@@ -356,6 +356,24 @@ def test_the_loss_of_the_implied_rank_is_told_to_the_one_that_has_the_room() -> 
     assert end.cause is Cause.PEER_ABORTED
 
 
+def test_the_loss_of_a_rank_that_has_sent_ready_on_is_told_to_the_one_that_has_the_room() -> None:
+    """Before it was known who that is. Else its half would keep its pages until its deadline."""
+    world, ranks, decode = two_ranks(FOLLOW)
+    decode.holds.add(PeerUnknown)
+    world.send(decode, PeerLearned(SERVER, ranks[1].name, "", "", 1, FOLLOW))
+    left = world.submit(ranks[0], room=ODD)
+    world.run()
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.run()
+    assert decode.progress(right).side.arrival.moved_to == 0
+    world.send(decode, PeerLost(ranks[1].name))
+    world.run()
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.FALLBACK, TOKENS)
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, FOLLOW))
+    ends_in_time(world, ranks[0], left)
+    assert decode.state.farewells == {}
+
+
 @pytest.mark.parametrize("held", [0, 1], ids=["elsewhere", "where it belongs"])
 def test_a_half_that_ends_before_it_knows_anybody_is_told_to_prefill(held: int) -> None:
     world, ranks, decode = two_ranks(FOLLOW)

@@ -542,11 +542,11 @@ def on_peer_abort(node: NodeState, peer: Incarnation, abort: Abort) -> None:
 
 
 def lose_prefill(node: NodeState, progress: Progress, side: DecodeSide, cause: Cause, detail: str) -> None:
-    """Its rank is gone. If nothing has come from there the room may be elsewhere: at its next life, or at another rank
-    where it was only likely to be. Who has it is to hear of the end.
+    """Its rank is gone. If it has offered nothing the room may be elsewhere: at its next life, or at another rank where
+    it was only likely to be, or was told to be. Who has it is to hear of the end.
     """
-    side.search.is_astray |= side.is_unmet
-    if side.arrival is None or not side.arrival.is_answered:
+    if side.arrival is None or side.arrival.offered_at is None:
+        side.search.is_astray |= side.search.is_likely
         side.peer = None
     fail_transfer(node, progress, side, cause, detail)
 
