@@ -123,6 +123,13 @@ def test_calls_are_blocks_with_their_arguments(ask: Any) -> None:
     assert len({block.id for block in message.content if block.type == "tool_use"}) == 2
 
 
+def test_arguments_with_half_a_pair_of_utf16_are_shown_as_they_are() -> None:
+    half = '{"a": "\\ud83d"}'
+    answer = CALL.replace('{"a": 1}', half)
+    message = asked(world(says(answer), tokenizer=tokenizer()), tools=TOOLS)
+    assert blocks(message) == [{"type": "tool_use", "name": "add", "input": {"invalid_json": half}}]
+
+
 def test_one_call_at_most_where_the_client_wants_no_more(ask: Any) -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     message = ask(world(says(f"{CALL}{OTHER}"), tokenizer=tokenizer()), tools=TOOLS, tool_choice=choice)

@@ -34,6 +34,7 @@ SUB = {"type": "function", "function": {"name": "sub"}}
 STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>'
+HALF = '{"a": "\\ud83d"}'  # of a pair of UTF-16: no text has it
 END = 1
 
 
@@ -216,10 +217,11 @@ def test_the_template_is_told_the_tools_and_the_calls_before() -> None:
         ('{"a', {"invalid_json": '{"a'}),
         ("[" * 100_000, {"invalid_json": "[" * 100_000}),
         ("7", {"invalid_json": "7"}),
+        (HALF, {"invalid_json": HALF}),
         ("null", {}),
         ("", {}),
     ],
-    ids=["object", "cut off", "nested", "number", "null", "empty"],
+    ids=["object", "cut off", "nested", "number", "half a pair", "null", "empty"],
 )
 def test_arguments_that_are_no_object_are_not_lost(text: str, arguments: dict) -> None:
     assert arguments_of(text) == arguments
@@ -236,6 +238,26 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
     text = tokenizer(template).decode(prompt_of(w.node.submits[1]))
     assert json.dumps({"invalid_json": call["function"]["arguments"]}) in text
     assert "that is no JSON" in text
+
+
+@pytest.mark.parametrize("get", [asked, streamed])
+def test_half_a_pair_of_utf16_is_a_mistake_of_the_model_and_not_of_the_server(get: Any) -> None:
+    call = CALL.replace('{"a": 1}', HALF)
+    assert calls_of(get(tool_world(call))) == [("add", HALF)]
+    as_text = CALL.replace('{"a": 1}', json.dumps(HALF))
+    assert calls_of(get(tool_world(as_text))) == [("add", HALF)]
+    within = CALL.replace('{"a": 1}', '"\\ud83d"')
+    assert calls_of(get(tool_world(within))) == [("add", '"\\ud83d"')]
+    named = CALL.replace('"add"', '"\\ud83d"')
+    assert get(tool_world(named))["message"]["content"] == named
+
+
+def test_a_conversation_goes_on_after_half_a_pair_of_utf16() -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    w = tool_world("ok", template + "{% endfor %}{% if tools %}{% endif %}")
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": HALF}}
+    asked(w, messages=[*USER, {"role": "assistant", "tool_calls": [call]}])
+    assert tokenizer().decode(prompt_of(w.node.submits[0])) == json.dumps({"invalid_json": HALF})
 
 
 def test_what_may_be_called_does_not_change_the_prompt() -> None:

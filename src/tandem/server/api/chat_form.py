@@ -4,7 +4,6 @@
 which functions it may call, the grammar that sees to what it must, and the splitter that takes the answer apart.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,16 @@ from tandem.server.api.reasoning import ReasoningSplitter, Thinking
 from tandem.server.api.resume import made_name
 from tandem.server.api.structured_output import check_grammar, check_size, read_grammar
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Function, Literal, Piece, Reasoning, Text
+from tandem.server.api.tool_parsers.base import (
+    CallArguments,
+    CallStart,
+    Function,
+    Literal,
+    Piece,
+    Reasoning,
+    Text,
+    loaded,
+)
 from tandem.server.api.tool_parsers.table import ToolFormat, format_for
 
 MAX_NAME_CHARS = 128
@@ -366,10 +374,7 @@ def with_arguments(call: Any) -> Any:
 def arguments_of(text: str) -> dict[str, Any]:
     """As the object that they have to be. A text that was cut off, or is none, is not lost: its conversation goes on,
     and the model sees what it has said."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return {"invalid_json": text}
-    if found is None:
+    if text.strip() in ("", "null"):
         return {}
+    found = loaded(text)
     return found if isinstance(found, dict) else {"invalid_json": text}

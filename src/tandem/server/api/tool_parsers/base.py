@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from msgspec import Struct
 
 MOST_CALLS = 16  # that a grammar lets a model make in one answer
@@ -222,10 +223,11 @@ class CallObject:
 
 
 def loaded(text: str) -> object:
-    """None for what is not JSON."""
+    """None for what is not JSON. Half a pair of UTF-16 is not, which Python's own reader lets pass: nobody could write
+    it again, nor tokenize it."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):  # of old versions the first is no ValueError
         return None
 
 
