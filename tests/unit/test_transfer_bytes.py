@@ -19,7 +19,7 @@ from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer.digests import DIGEST_BYTES, unpack_digests
-from tandem.transfer.handshake import NotProven, OwnerHandshake, ReaderHandshake
+from tandem.transfer.handshake import OWNER_PURPOSE, NotProven, OwnerHandshake, ReaderHandshake
 from tandem.transfer.jobs import OfferedPages
 from tandem.transfer.owner import ReaderLink
 from tandem.transfer.pages import Pages
@@ -139,6 +139,23 @@ def test_a_status_is_proved_and_cannot_be_exchanged(status: Status) -> None:
     for other in set(Status) - {status, Status.NOT_A_MEMBER}:
         with pytest.raises(NotProven):
             reader.hear(protocol.pack_welcome(other, protocol.unpack_welcome(welcome).proof))
+
+
+def test_an_owner_that_refuses_brings_nothing_whatever_it_says() -> None:
+    """Its memory would be mapped, or an agent of NIXL made, for a connection that there is not."""
+    owner, _ = both()
+    reader = ReaderHandshake(
+        SECRET, peer=OWNER, reader=bytes(16), page_bytes=PAGE_BYTES, wants_memory=True, takes_nixl=True
+    )
+    hello = reader.hello(owner.challenge)
+    challenge = protocol.unpack_challenge(owner.challenge)
+    for status, has_memory in [(Status.OK, True), (Status.OK, False), (Status.BUSY, True), (Status.BUSY, False)]:
+        has = {"has_memory": has_memory, "has_nixl": True}
+        said = protocol.pack_welcome(status, protocol.NO_PROOF, **has)[: -len(protocol.NO_PROOF)]
+        proof = SECRET.proof(OWNER_PURPOSE, challenge, hello, said)
+        assert reader.hear(protocol.pack_welcome(status, proof, **has)) is status
+        is_ok = status is Status.OK
+        assert (reader.brings_memory, reader.brings_nixl) == (is_ok and has_memory, is_ok and not has_memory)
 
 
 @given(position=st.integers(0, protocol.HELLO_BYTES - 1), flip=st.integers(1, 255))

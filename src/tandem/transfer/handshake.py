@@ -134,8 +134,10 @@ class ReaderHandshake:
             return welcome.status  # it cannot prove itself to somebody with another secret
         if not self._secret.is_proof(welcome.proof, OWNER_PURPOSE, self._challenge, self._hello, _unproven(message)):
             raise NotProven("whoever listens there does not prove the secret of the cluster")
-        self.brings_memory = welcome.has_memory and self._wants_memory
-        self.brings_nixl = welcome.has_nixl and (self._takes_nixl or self._needs_nixl) and not self.brings_memory
+        is_ok = welcome.status is Status.OK
+        self.brings_memory = is_ok and welcome.has_memory and self._wants_memory
+        takes_nixl = self._takes_nixl or self._needs_nixl
+        self.brings_nixl = is_ok and welcome.has_nixl and takes_nixl and not self.brings_memory
         return welcome.status
 
     def hear_registered(self, message: bytes | bytearray) -> Registered:
