@@ -697,6 +697,9 @@ LIES = {
     "result slot of another room": lambda offer: {"result": msgspec.structs.replace(offer.result, room=Room(1))},
     "result slot without a token": lambda offer: {"result": msgspec.structs.replace(offer.result, token=b"")},
     "result slot with impossible flags": lambda offer: {"result": msgspec.structs.replace(offer.result, flags=-1)},
+    "more cached tokens than the prompt has": lambda offer: {
+        "result": msgspec.structs.replace(offer.result, cached_tokens=101)
+    },
     "another number of pages": lambda offer: {"total_pages": 9},
     "more pages than the prompt has": lambda offer: {"pages": offer.pages * 2, "generations": offer.generations * 2},
     "fewer generations than pages": lambda offer: {"generations": ()},

@@ -431,6 +431,8 @@ def misfit(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arriv
         offer.result, num_sampled(progress.request.prompt_len, node.settings.block_tokens)
     ):
         return "result slot is malformed"
+    if offer.result is not None and offer.result.cached_tokens > progress.request.prompt_len:
+        return "prefill found more of the prompt than there is"
     return None
 
 
