@@ -9,6 +9,7 @@ A grammar travels as the text that `from_json_schema` and its neighbours return.
 
 import json
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -33,6 +34,9 @@ WHITESPACE = r" ?"
 # `?` and `!` are about the tree that a parser would make: what may be said is the same.
 # Spaces of one line only: over all empty lines that follow, the search would take the square of their number.
 IS_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|[?!]*start\s*:)")
+# Of GBNF: a backslash and what it says, where that is more than a character.
+ESCAPED = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+SURROGATES = range(0xD800, 0xE000)
 # All that may stand in a URI reference. A name with anything else in it is one that no `$ref` can mean.
 URI_REFERENCE = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
 # Numbers as JSON has them, also where the JSON is a text in a text. What becomes -2**63 as an integer, which everything
@@ -94,11 +98,19 @@ def from_lark(lark: str) -> str:
 def from_ebnf(text: str) -> str:
     """GBNF, as SGLang and vLLM take it, or Lark. Raises GrammarError."""
     try:
-        return from_lark(text if IS_LARK.search(text) else gbnf_to_lark(text))
+        return from_lark(text if IS_LARK.search(text) else gbnf_to_lark(ESCAPED.sub(_plain, text)))
     except Exception as error:  # the converter's own parser, whatever the text makes it raise
         said = in_one_line(str(error)).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
         unknown = UNKNOWN_RULE.fullmatch(said)
         raise GrammarError(said if unknown is None else f"{said}{line_of(unknown[1], text)}") from None
+
+
+def _plain(escape: re.Match[str]) -> str:
+    """A character for its number, of which the converter drops leading zeros: it would be another one."""
+    digits = escape[1] or escape[2]
+    if digits is None or (code := int(digits, 16)) > sys.maxunicode or code in SURROGATES:
+        return escape[0]
+    return chr(code) if code > 0x7F else f"\\x{code:02x}"
 
 
 def line_of(rule: str, text: str) -> str:

@@ -72,6 +72,26 @@ def test_an_object_has_the_properties_that_it_names() -> None:
     follow(it, '{"city": "Rome", "name": "Ada"')
 
 
+@pytest.mark.parametrize(
+    ("text", "yes", "no"),
+    [
+        (r'root ::= "\u0041bc"', "Abc", "\u41bc"),
+        (r'root ::= "\U00000041bc"', "Abc", "\u41bc"),
+        (r'root ::= "caf\u00e9"', "caf\xe9", "x"),
+        (r'root ::= "\\u0041"', r"\u0041", "A"),
+        (r'root ::= "\u0022\u005c"', '"\\', "u"),
+        (r"root ::= [\u0430-\u044f]", "\u0436", "z"),
+        (r"root ::= [^\u0000-\u001f]", "z", "\n"),
+        (r'root ::= "\U0001F600"', "\U0001f600", "\uf600"),
+    ],
+)
+def test_characters_of_gbnf_may_be_told_by_number(text: str, yes: str, no: str) -> None:
+    it = matcher(grammar.from_ebnf(text))
+    assert tokenizer().encode(no)[0] not in allowed(it)
+    follow(it, yes)
+    assert it.is_finished
+
+
 def test_empty_lines_cost_no_more_than_other_characters() -> None:
     """Whoever searches keeps the interpreter's lock: over a minute for 64 KiB, and the server's watchdog ends it."""
     started = time.process_time()
