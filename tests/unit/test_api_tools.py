@@ -118,6 +118,16 @@ def test_an_answer_without_calls_is_text(get: Any) -> None:
 
 
 @pytest.mark.parametrize("get", [asked, streamed])
+def test_an_answer_in_json_is_a_call_only_of_a_function_that_there_is(get: Any) -> None:
+    """Where nothing marks a call."""
+    ada = '{"name": "Ada", "age": 36}'
+    choice = get(tool_world(ada, tool_call_parser="llama3"))
+    assert (choice["message"]["content"], calls_of(choice), choice["finish_reason"]) == (ada, [], "stop")
+    choice = get(tool_world('{"name": "add", "parameters": {"a": 1}}', tool_call_parser="llama3"))
+    assert (calls_of(choice), choice["finish_reason"]) == ([("add", '{"a": 1}')], "tool_calls")
+
+
+@pytest.mark.parametrize("get", [asked, streamed])
 def test_only_one_call_where_they_must_not_be_parallel(get: Any) -> None:
     choice = get(tool_world(f"{CALL}\n{OTHER}"), parallel_tool_calls=False)
     assert calls_of(choice) == [("add", '{"a": 1}')]

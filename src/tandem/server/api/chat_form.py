@@ -203,7 +203,7 @@ class AnswerSplitter:
         self._thoughts: ReasoningSplitter | None = None
         if thinking := form.thinking(prompt):
             self._thoughts = ReasoningSplitter(is_inside=thinking is Thinking.INSIDE)
-        self._tools = form.format.parser() if form.tools else None
+        self._tools = form.format.parser([tool.name for tool in form.tools]) if form.tools else None
         self._form = form
         self._held: list[str] = []  # of a thought that is shown as a whole
         self.num_calls = 0

@@ -6,7 +6,7 @@ Whatever the pieces are, what comes out is, put together, the same. A call that 
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -59,10 +59,14 @@ class CallObject:
     """One call as a JSON object, `{"name": ..., "arguments": {...}}`.
 
     `opening`: the mark before it, which belongs to the text if it is none. `name`: where only the arguments are left.
+    `names`: those that a call may have; None: any.
     """
 
-    def __init__(self, index: int, opening: str = "", name: str | None = None) -> None:
+    def __init__(
+        self, index: int, opening: str = "", name: str | None = None, names: Collection[str] | None = None
+    ) -> None:
         self._index = index
+        self._names = names
         self._is_bare = name is not None
         self._is_announced = False
         self._at: Callable[[str], None] = self._opening
@@ -201,7 +205,7 @@ class CallObject:
         text = "".join(self._token)
         if self._key == "name" and self.name is None:
             name = loaded(text)
-            if not isinstance(name, str) or not name:
+            if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
                 self._break()
                 return
             self.name = name
@@ -235,10 +239,12 @@ class ToolParser(ABC):
     """Takes an answer apart. A format says in its `_outside` where a call begins, and in `_behind` what is after one.
 
     Each of these looks at `_text`, takes from its front what is certain, and returns False when it needs more text.
-    `is_last`: no more will come.
+    `is_last`: no more will come. `names`: of the functions that may be called, for formats without a mark before a
+    call; None: any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self._names = names
         self._text = ""
         self._pieces: list[Piece] = []
         self._call: CallObject | None = None
@@ -274,8 +280,8 @@ class ToolParser(ABC):
         if text:
             self._pieces.append(Text(text))
 
-    def _begin_call(self, opening: str = "", name: str | None = None) -> None:
-        self._call = CallObject(self._num_calls, opening, name)
+    def _begin_call(self, opening: str = "", name: str | None = None, names: Collection[str] | None = None) -> None:
+        self._call = CallObject(self._num_calls, opening, name, names)
         self._state = self._inside
 
     def _inside(self, is_last: bool) -> bool:

@@ -1,4 +1,7 @@
-"""Llama 3: the answer is a call, `{"name": "f", "parameters": {...}}`, or several with semicolons between; or text."""
+"""Llama 3: the answer is a call, `{"name": "f", "parameters": {...}}`, or several with semicolons between; or text.
+
+Nothing need be before a call, so an answer in JSON looks like one: it is one where it names a function that there is.
+"""
 
 from collections.abc import Sequence
 
@@ -23,7 +26,7 @@ class Llama3Parser(ToolParser):
             self._text = text.removeprefix(MARK)
             self._begin_call(MARK)
         elif text.startswith("{"):
-            self._begin_call()
+            self._begin_call(names=self._names)
         elif MARK.startswith(text) and not is_last:
             return False
         else:

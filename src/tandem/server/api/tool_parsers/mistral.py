@@ -1,6 +1,6 @@
 """Mistral: `[TOOL_CALLS]`, then a list of `{"name": "f", "arguments": {...}}`; newer models: `f[ARGS]{...}`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tandem.server.api.tool_parsers.base import (
     SPACES,
@@ -17,8 +17,8 @@ ARGS = "[ARGS]"
 
 
 class MistralParser(ToolParser):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        super().__init__(names)
         self._is_list = False
 
     def _outside(self, is_last: bool) -> bool:

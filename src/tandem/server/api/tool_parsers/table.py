@@ -10,7 +10,7 @@ from tandem.server.api.tool_parsers.base import ToolParser
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     name: str
-    parser: Callable[[], ToolParser]
+    parser: Callable[..., ToolParser]  # names of the functions that may be called
     calls: Callable[..., str]  # functions, literal, is_parallel, is_opened: calls as a Lark expression
     opener: str  # what calls begin with in the middle of text; empty: they are the whole answer
     marks: tuple[str, ...]  # which are special tokens of some models, and have to be seen
