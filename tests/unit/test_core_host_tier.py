@@ -176,6 +176,29 @@ def test_a_load_that_took_seconds_is_tried_again_after_two_dozen_prompts() -> No
     assert 16 < refused < 24
 
 
+def test_a_prompt_that_waits_for_room_doubts_the_cost_of_loads_once() -> None:
+    """It is looked at in every step; two dozen of these are no two dozen prompts."""
+    world, node = one_node(max_running=8)
+    run(world, node, seed=1)
+    run(world, node, seed=9, prompt_len=330)
+    costs = node.state.host.break_even
+    world.submit(node, seed=30, prompt_len=300, max_new_tokens=60)
+    world.turn_all()
+    costs.page_load_ns = Nanos(8 * SECOND)
+    node.state.chunk_budget.num_measured, node.state.chunk_budget.took_ns = 1000, Nanos(1_000_000)
+    late = world.submit(node, seed=1, prompt_len=200, max_new_tokens=1)
+    world.run_until(lambda: late in node.state.requests and node.progress(late).blocked_on is WaitingFor.PAGES)
+    believed = costs.page_load_ns
+    assert believed < SECOND
+    for _ in range(24):
+        world.turn_all()
+        assert node.state_of(late) is State.QUEUED
+    assert costs.page_load_ns == believed
+    world.run()
+    assert finished(node, late).host_tokens == 0
+    assert node.said(LoadPages) == []
+
+
 def test_who_is_pushed_back_finds_its_own_pages_in_host_memory_again() -> None:
     """Its prompt and the full pages of its answer: only what host memory lacks is computed a second time."""
     computed: dict[bool, int] = {}

@@ -153,8 +153,13 @@ class HostTier:
         device_pages: int,
         token_ns: Nanos,
         now: Nanos,
+        *,
+        is_new: bool,
     ) -> int:
-        """How many leading ones of `below` to wait for. What is on its way is waited for whatever it costs."""
+        """How many leading ones of `below` to wait for. What is on its way is waited for whatever it costs.
+
+        is_new: see `BreakEven.is_worth`
+        """
         on_their_way = 0
         for page_hash in below:
             if not tree.nodes[page_hash].is_loading:
@@ -166,7 +171,7 @@ class HostTier:
         if (
             num_pages
             and not self.is_stuck(now)
-            and self.break_even.is_worth(num_pages, num_pages * page_size, token_ns)
+            and self.break_even.is_worth(num_pages, num_pages * page_size, token_ns, is_new=is_new)
         ):
             return on_their_way + num_pages
         return on_their_way

@@ -19,7 +19,7 @@ from tandem.core.disagg.sides import DecodeSide
 from tandem.core.kv.host_tier import Copy
 from tandem.core.kv.storage_tier import Act, Operation
 from tandem.core.request import Request
-from tandem.core.scheduler.request_state import Progress
+from tandem.core.scheduler.request_state import Progress, WaitingFor
 from tandem.core.scheduler.state import NodeState, pages_for
 from tandem.core.scheduler.window_claims import claim_parts, give_up_claim, give_up_parts, take_parts
 from tandem.core.values import PageHash, PageId
@@ -85,9 +85,12 @@ def worth_loading(node: NodeState, progress: Progress, hashes: Sequence[PageHash
     """The leading `hashes` that are in host memory, or on their way from there, as far as it pays to wait for them."""
     if not node.host.is_there or not node.settings.prefix_cache or progress.computes_all:
         return ()
-    below, num_pages = node.tree.match_below(hashes), node.pool.num_pages
-    token_ns = node.chunk_budget.token_ns
-    return below[: node.host.worth_loading(node.tree, below, node.settings.page_size, num_pages, token_ns, node.now)]
+    below, num_pages, token_ns = node.tree.match_below(hashes), node.pool.num_pages, node.chunk_budget.token_ns
+    is_new = progress.blocked_on not in (WaitingFor.PAGES, WaitingFor.TIER)  # else it was asked when it lacked these
+    num_worth = node.host.worth_loading(
+        node.tree, below, node.settings.page_size, num_pages, token_ns, node.now, is_new=is_new
+    )
+    return below[:num_worth]
 
 
 def is_loading(node: NodeState, progress: Progress) -> bool:
