@@ -210,10 +210,16 @@ class Vocabulary:
             return grammar in self._compiled
 
     def check(self, grammar: str) -> None:
-        """Compile it, which may take tens of milliseconds without the interpreter's lock. Raises GrammarError."""
+        """Compile it, which may take tens of milliseconds without the interpreter's lock. Raises GrammarError, also for
+        one that compiles and allows no token to begin with: a definition that is only itself, say."""
+        is_known = self.is_compiled(grammar)
         matcher = self._matcher(grammar)
         if matcher.is_error():
             raise GrammarError(in_one_line(matcher.get_error()))
+        if not is_known and not any(self.matcher(grammar, eos_ids=self._guessed_ends).allowed()):
+            with self._lock:
+                self._compiled.pop(grammar, None)
+            raise GrammarError("no text fits it")
 
     def complaint(self, grammar: str) -> str:
         """What `check` would raise, of a grammar that nobody will use; empty when nothing is wrong."""

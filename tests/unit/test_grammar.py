@@ -92,6 +92,29 @@ def test_characters_of_gbnf_may_be_told_by_number(text: str, yes: str, no: str) 
     assert it.is_finished
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        grammar.from_json_schema({"$ref": "#"}),
+        grammar.from_json_schema(
+            {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+        ),
+        grammar.from_ebnf('root ::= root "a"'),
+        grammar.from_regex(r"[^\s\S]"),
+    ],
+    ids=["itself", "each other", "rule", "no character"],
+)
+def test_what_no_text_fits_is_refused_whenever_it_is_asked_for(made: str) -> None:
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="no text fits it"):
+            vocabulary().check(made)
+
+
+def test_an_answer_may_be_empty() -> None:
+    vocabulary().check(grammar.from_regex(""))
+    vocabulary().check(grammar.from_ebnf('root ::= ""'))
+
+
 def test_empty_lines_cost_no_more_than_other_characters() -> None:
     """Whoever searches keeps the interpreter's lock: over a minute for 64 KiB, and the server's watchdog ends it."""
     started = time.process_time()
