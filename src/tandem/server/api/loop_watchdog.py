@@ -2,18 +2,23 @@
 
 Nobody stands above the API process who could: the others are its children, and its own watchdog over them runs on the
 loop that hangs. Turns are counted in ticks of this thread, not in time: a process that was stopped as a whole, and goes
-on, has hung no more than its watchdog has.
+on, has hung no more than its watchdog has. What the loop hangs in may be the log, whose lock it holds then, or a disk:
+so the end waits for last words only so long, and for none that fails.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 from tandem.core.stall_detector import TICKS
+
+LAST_WORD_S = 2.0
 
 logger = logging.getLogger("tandem.api")
 
@@ -51,7 +56,7 @@ class LoopWatchdog:
     def _run(self) -> None:
         while not self._stopped.wait(self._timeout_s / TICKS):
             if self.tick():
-                logger.critical("the event loop hangs here:\n%s", stack_of(self._watched))
+                try_to(partial(logger.critical, "the event loop hangs here:\n%s", stack_of(self._watched)))
                 self._fire(f"the API process hangs: no turn of its event loop for {self._timeout_s:g} s")
                 return
 
@@ -64,5 +69,19 @@ def stack_of(thread: int) -> str:
 
 def end_process(line: str) -> None:
     """At once: what would end it in order runs on the loop. The kernel ends the children."""
-    print(f"tandem: {line} (--watchdog-timeout); start the server again", file=sys.stderr, flush=True)
+    said = f"tandem: {line} (--watchdog-timeout); start the server again"
+    try_to(partial(print, said, file=sys.stderr, flush=True))
     os._exit(1)
+
+
+def try_to(say: Callable[[], object]) -> None:
+    """In a thread of its own, which is left alone where it waits for ever. Never raises."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            say()
+
+    thread = threading.Thread(target=run, name="last word", daemon=True)
+    with contextlib.suppress(RuntimeError):  # there is no thread left to be had
+        thread.start()
+        thread.join(LAST_WORD_S)
