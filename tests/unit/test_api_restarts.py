@@ -72,10 +72,10 @@ class Server:
         await until(lambda: len(self.lives[dp_rank]) == count and self.api._restarts[dp_rank].is_loading)
 
 
-def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> None:
+def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]], *, drain_timeout: float = 60) -> None:
     async def main() -> None:
         server = Server()
-        config = ServerConfig(model="m", port=0, dp_size=2)
+        config = ServerConfig(model="m", port=0, dp_size=2, drain_timeout=drain_timeout)
         listeners = bind_listeners(config)
         server.process = ApiProcess(config, Replicas(server.start, 2), listeners, lambda _: NoOtherHosts())
         running = asyncio.create_task(server.process.run(FACTS, None))
@@ -182,3 +182,22 @@ def test_a_rank_that_was_never_ready_takes_the_start_with_it() -> None:
         assert [len(lives) for lives in server.lives] == [1, 1]
 
     serve(story)
+
+
+def test_who_waits_for_a_node_that_keeps_silent_at_the_end_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LAST_WORD_S", 0.05)
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        client = server.api._client
+        with client.running([wire.Submit.of(REQUEST, PAYLOAD)], [("r",)], routed=[0]) as generation:
+            server.api._signalled()
+            await running
+            (live,) = generation.lives
+        assert isinstance(live.ended, commands.FailRequest)
+        assert (live.ended.cause, live.ended.detail) == (
+            Cause.WORKER_LOST,
+            "the node kept silent while the server ended",
+        )
+
+    serve(story, drain_timeout=0.01)

@@ -51,7 +51,7 @@ from tandem.server.api.connections import ConnectionBounds, api_bounds, raise_fd
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.gathering import Gathering
 from tandem.server.api.hosts import Hosts
-from tandem.server.api.loop_watchdog import LoopWatchdog, end_process
+from tandem.server.api.loop_watchdog import LoopWatchdog, end_process, try_to
 from tandem.server.api.node_link import NodeLink
 from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.tokenizer import Tokenizer
@@ -72,6 +72,7 @@ from tandem.server.processes import (
 from tandem.server.tracing import make_tracing
 
 EXIT_GRACE_S = 5.0  # for children that were told to end
+LAST_WORD_S = 2.0  # for nodes to say that what they were told to end has ended
 FLUSH_S = 2  # for responses that have their last token, or their error
 RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; doubles while it dies before it is ready
 READY_POLL_S = 0.05
@@ -176,6 +177,9 @@ class ApiProcess:
             await self._wait_for(self._client.wait_idle(), asyncio.sleep(self._config.drain_timeout))
             self._unregister()  # not before: decode may still have to find us for what runs here
             self._client.abort_all(Cause.DRAINING)
+            await self._wait_for(self._client.wait_idle(), asyncio.sleep(LAST_WORD_S))
+            if self._client.num_live:  # a node hangs, and its watchdog needs longer
+                self._client.lose("the node kept silent while the server ended")
         except ServerFailure:
             raise  # somebody else's, or it is on record already
         except Exception as error:
@@ -367,8 +371,7 @@ class ApiProcess:
 
     def _loop_hangs(self, line: str) -> None:
         """In the thread of the watchdog. What the loop was in the middle of may be half done on record."""
-        with contextlib.suppress(Exception):
-            self._client.last_steps.write_last(line)
+        try_to(partial(self._client.last_steps.write_last, line))
         end_process(line)
 
     # -- a rank that is lost -----------------------------------------------------------------------------------------
