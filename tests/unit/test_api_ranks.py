@@ -12,12 +12,14 @@ from api_fakes import REPLICA, FakeNode, Script
 from tandem.core import commands, events
 from tandem.core.request import Request
 from tandem.core.settings import LoadBalanceMethod, PrefillInfo
-from tandem.core.values import SECOND, Cause, Nanos, RequestId, Room
+from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.api.client import Generation, NodeClient
 from tandem.server.api.errors import Problem, Refusal
-from tandem.server.api.live_requests import IncomingRequest
+from tandem.server.api.hosts import Hosts
+from tandem.server.api.live_requests import IncomingRequest, LiveRank
+from tandem.server.api.node_rank import NodeRank
 
 
 class Node(FakeNode):
@@ -297,3 +299,38 @@ def test_nothing_is_accepted_before_every_rank_has_been_ready_once() -> None:
         client.check_acceptable()
 
     asyncio.run(story())
+
+
+def test_what_a_bootstrap_server_says_to_a_node_that_is_gone_is_not_told_to_the_one_that_loads() -> None:
+    class Port:
+        def __init__(self) -> None:
+            self.told: list[wire.ApiToNode] = []
+            self.send = self.told.append
+
+    async def answered(*, is_lost: bool) -> list[wire.ApiToNode]:
+        port, asked, says = Port(), asyncio.Event(), asyncio.Event()
+        document = msgspec.json.encode(msgspec.structs.replace(REPLICA, shards=(wire.DataEndpoint("127.0.0.1", 6),)))
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            asked.set()
+            await says.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(document) + document)
+            writer.close()
+
+        rank = NodeRank(0, port, Hosts(), LiveRank(), lambda trouble: None)
+        rank.receive(wire.NodeReady(REPLICA, 10, 10))
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            rank.receive(commands.LearnPeer(Address("127.0.0.1", server.sockets[0].getsockname()[1])))
+            await asked.wait()
+            if is_lost:
+                rank.lose("a bug")
+            says.set()
+            async with asyncio.timeout(20):
+                while rank._bootstraps._tasks:
+                    await asyncio.sleep(0.001)
+        await rank.close()
+        return port.told
+
+    assert asyncio.run(answered(is_lost=False))
+    assert not asyncio.run(answered(is_lost=True))

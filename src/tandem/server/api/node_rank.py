@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tandem.core import commands
+from tandem.core.events import DpRankAnswered, PeerLearned, PeerUnknown
 from tandem.server import wire
 from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.errors import Problem, Refusal
@@ -53,7 +54,7 @@ class NodeRank:
         self._see_trouble = see_trouble
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[bytes]] = {}
-        self._bootstraps = BootstrapClient(hosts, own=self._own_replica, report=port.send)
+        self._bootstraps = BootstrapClient(hosts, own=self._own_replica, report=self._report)
 
     @property
     def is_active(self) -> bool:
@@ -110,6 +111,11 @@ class NodeRank:
     async def close(self) -> None:
         """End what runs on the event loop on behalf of this rank."""
         await self._bootstraps.close()
+
+    def _report(self, news: wire.Connect | PeerLearned | PeerUnknown | DpRankAnswered) -> None:
+        """Unless who asked is gone: the next life of the node, which is still loading, has no peers yet."""
+        if self.node is not None:
+            self.port.send(news)
 
     def _own_replica(self) -> wire.ReplicaInfo | None:
         return None if self.node is None else self.node.replica
