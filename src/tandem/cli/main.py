@@ -95,7 +95,20 @@ def usage() -> str:
     return "\n".join(lines)
 
 
+def open_closed_streams() -> None:
+    """Whoever starts us without a standard stream (`>&-`, some daemons) has it lead nowhere.
+
+    Else the first socket gets its number, and the children write their log to that.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(opened, True)
+            setattr(sys, name, os.fdopen(opened, "w" if number else "r", encoding="utf-8", errors="replace"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    open_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
@@ -129,6 +142,12 @@ def run_command(command: str, words: Sequence[str]) -> int:
         return failure.exit_code
     except KeyboardInterrupt:
         print("tandem: interrupted", file=sys.stderr)
+        return 1
+    except UnicodeError as error:  # of a file, a pipe, an argument, or a terminal that cannot show it
+        print(
+            f"tandem: error: text that cannot be read or written ({visible(str(error), most=MAX_LINE_CHARS)})",
+            file=sys.stderr,
+        )
         return 1
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere
