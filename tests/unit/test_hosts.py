@@ -13,7 +13,7 @@ from tandem.server import wire
 from tandem.server.channel import BlockingChannel, ChannelKeys, FrameDecoder, MalformedFrame, PolledChannel
 from tandem.server.frames import HEAD_BYTES
 from tandem.server.hosts.agreement import Roster
-from tandem.server.hosts.messages import Beat, Here, Join, Refused, ToFollower, ToLeader, Welcome
+from tandem.server.hosts.messages import Beat, Goodbye, Here, Join, Refused, ToFollower, ToLeader, Welcome, as_reason
 from tandem.server.hosts.session import MAX_BODY_BYTES, HostSession, body_bytes
 from tandem.server.node.session import NotAMember
 from tandem.several_hosts import address, host_of
@@ -179,3 +179,11 @@ def test_the_incarnation_of_a_life_is_in_no_frame_in_clear() -> None:
     leader, _ = met()
     name = Incarnation("prefill-7:8000", "0123456789abcdef")
     assert b"prefill-7" not in leader.seal(wire.Disconnect(name))
+
+
+def test_a_reason_of_any_length_is_read_by_the_other_end() -> None:
+    leader, follower = met()
+    said = Goodbye(as_reason("the engine quotes " + "x" * 10_000))
+    assert follower.open(body(leader.seal(said))) == said
+    refused = roster().admit(Join(1, FLAGS | {"--page-size": "3" * 4000}), "")
+    assert follower.open(body(leader.seal(refused))) == refused

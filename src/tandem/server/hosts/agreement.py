@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem.server.hosts.messages import Join, Refused, Welcome
+from tandem.server.hosts.messages import Join, Refused, Welcome, as_reason
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Roster:
         if not 0 < join.node_rank < self.nnodes:
             return Refused(f"node rank {join.node_rank} is none of 1 to {self.nnodes - 1}", is_final=True)
         if difference := first_difference(self.fields, join.fields, node_rank=join.node_rank):
-            return Refused(difference, is_final=True)
+            return Refused(as_reason(difference), is_final=True)
         if join.node_rank in self.there:
             other = self.there[join.node_rank]
             return Refused(f"node rank {join.node_rank} is there already, at {other}", is_final=False)

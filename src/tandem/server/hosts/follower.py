@@ -39,6 +39,7 @@ from tandem.server.hosts.messages import (
     Welcome,
     WorkerHere,
     WorkerLost,
+    as_reason,
 )
 from tandem.server.node.session import EVERY_HOST, NotAMember
 from tandem.server.node.settings import heartbeat
@@ -221,7 +222,7 @@ class Follower:
         except (OSError, ChannelClosed, MalformedFrame, TimeoutError) as error:
             self._end(start.dp_rank)
             why = f"{self._name} cannot start its workers: {error or type(error).__name__}"
-            await connection.say(WorkerLost(start.incarnation.id, why))
+            await connection.say(WorkerLost(start.incarnation.id, as_reason(why)))
 
     async def _start_workers(self, own: str, start: Start) -> None:
         """own: the address of this host by which the others reach it. Raises OSError, ChannelClosed, MalformedFrame,

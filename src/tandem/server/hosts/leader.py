@@ -37,6 +37,7 @@ from tandem.server.hosts.messages import (
     WorkerHere,
     WorkerLost,
     WorkerTicket,
+    as_reason,
 )
 from tandem.server.node.settings import heartbeat
 from tandem.server.processes import Elsewhere
@@ -153,7 +154,7 @@ class Leader:
         for connection in list(self._hosts.values()):
             with contextlib.suppress(ChannelClosed, TimeoutError):
                 async with asyncio.timeout(GOODBYE_S):
-                    await connection.say(Goodbye(reason))
+                    await connection.say(Goodbye(as_reason(reason)))
         if self._proven:
             await asyncio.wait(self._proven, timeout=GOODBYE_S)  # they close when they have heard it
         tasks = [*self._unproven, *self._proven]

@@ -13,14 +13,20 @@ from tandem.core.values import MAX_SHARDS, Incarnation
 from tandem.server.wire import HostText, Port
 
 MAX_FIELDS = 256
+MAX_REASON_CHARS = 2000
 
-Reason = Annotated[str, Meta(max_length=2000)]
+Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 DpRank = Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]
 ShardNumber = Annotated[int, Meta(ge=0, lt=MAX_SHARDS)]
 Ticket = Annotated[bytes, Meta(min_length=16, max_length=16)]
 FieldName = Annotated[str, Meta(min_length=1, max_length=128)]
 FieldValue = Annotated[str, Meta(max_length=4096)]
 Fields = Annotated[dict[FieldName, FieldValue], Meta(max_length=MAX_FIELDS)]
+
+
+def as_reason(text: str) -> str:
+    """As much as the other end takes: engines quote at length, and who cannot read a last word takes it for none."""
+    return text[:MAX_REASON_CHARS]
 
 
 class Here(Struct, frozen=True, tag=True):
