@@ -1,6 +1,7 @@
 """Metrics: what is added up, under which names it is exported, and the log line."""
 
 import asyncio
+import errno
 import io
 import json
 
@@ -325,3 +326,20 @@ def test_a_closed_log_does_not_stop_serving(capsys: pytest.CaptureFixture[str]) 
     log.write(record())
     log.write(record())
     assert capsys.readouterr().err == ""
+
+
+def test_a_log_on_a_full_disk_goes_on_when_there_is_room_again() -> None:
+    class Disk(io.StringIO):
+        is_full = True
+
+        def write(self, text: str) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "no space left on device")
+            return super().write(text)
+
+    disk = Disk()
+    log = RequestLog("json", disk)
+    log.write(record())
+    disk.is_full = False
+    log.write(record())
+    assert len(disk.getvalue().splitlines()) == 1

@@ -14,7 +14,9 @@ MILLISECOND_NS = 1_000_000
 
 
 class RequestLog:
-    """`format` is `text` or `json`. A stream that is gone (closed pipe) is given up silently: serving goes on."""
+    """`format` is `text` or `json`. A stream that is gone (closed pipe) is given up silently: serving goes on. Where a
+    disk is full lines are lost until it has room again.
+    """
 
     def __init__(self, format: str, stream: TextIO | None = None) -> None:
         self._line = json_line if format == "json" else text_line
@@ -31,8 +33,10 @@ class RequestLog:
             return
         try:
             print(self._line(record), file=self._stream, flush=True)
-        except (OSError, ValueError):
+        except (BrokenPipeError, ValueError):
             self._is_gone = True
+        except OSError:
+            pass
 
 
 def json_line(record: RequestRecord) -> str:
