@@ -399,6 +399,14 @@ def test_an_api_process_that_reads_nothing_ends_the_server() -> None:
     assert server.loss.who == "API process"
 
 
+def test_the_last_word_to_who_reads_nothing_is_left_out() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        channel: PolledChannel[wire.WorkerToNode] = PolledChannel(here, wire.WorkerToNode, max_pending_bytes=1)
+        channel.send(wire.Ping())
+        process._send_final(channel, wire.Shutdown())
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_costs_the_flight_record_and_not_the_server(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

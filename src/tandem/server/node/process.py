@@ -40,7 +40,7 @@ from tandem.metrics.node_numbers import named
 from tandem.ranks import all_ranks
 from tandem.sampling import are_scores, is_score
 from tandem.server import logs, wire
-from tandem.server.channel import ChannelClosed, PolledChannel
+from tandem.server.channel import ChannelClosed, ChannelFull, PolledChannel
 from tandem.server.fault_records import folder_of
 from tandem.server.node.batch_log import BatchLog, load_of
 from tandem.server.node.dispatch import NoSiblings, Siblings, SteppingSiblings
@@ -287,8 +287,8 @@ def _send_final(channel: PolledChannel, message: msgspec.Struct) -> None:  # of 
         channel.sock.setblocking(True)
         channel.sock.settimeout(1.0)
         channel.flush()
-    except (ChannelClosed, OSError):
-        pass  # nobody is there to hear them
+    except (ChannelClosed, ChannelFull, OSError):
+        pass  # nobody is there to hear them, or listens
 
 
 def main(make_node: MakeNode = EngineNode) -> int:
