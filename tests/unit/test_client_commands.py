@@ -66,6 +66,8 @@ def test_a_data_set_that_is_wrong_names_the_line(tmp_path: Path) -> None:
     for text, reason in (
         ('{"question": "a", "answer": "1"}\n{"question": "b"}', ":2"),
         ('{"question": "a", "answer": "one"}', "not a number"),
+        ('{"question": "a", "answer": NaN}', "not a number"),
+        ('{"question": "a", "answer": "sNaN"}', "not a number"),
         ("nope", ":1"),
         ("", "no question"),
     ):

@@ -41,10 +41,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer_lines(conversation: Conversation) -> int:
-    """A file gets what the model said, a terminal what it may show."""
+    """A file gets what the model said, a terminal what it may show. Ctrl+C leaves: nobody asks what comes next."""
     for line in sys.stdin:
         if question := line.strip():
             shown = PlainText().feed if sys.stdout.isatty() else str
-            conversation.ask(question, lambda piece, shown=shown: print(shown(piece), end="", flush=True))
+            reply = conversation.ask(question, lambda piece, shown=shown: print(shown(piece), end="", flush=True))
             print(flush=True)
+            if reply.was_stopped:
+                raise KeyboardInterrupt
     return 0

@@ -98,7 +98,7 @@ def ask(server: Member, tokens: list[int], screen: Screen) -> TimedAnswer:
         "stream": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
     }
-    for event in events(post(server, "/generate", body)):
+    for event in generated(server, body):
         if not answer.tokens:
             answer.ttft_ms = (time.monotonic() - began) * 1000
         if "error" in event:
@@ -106,6 +106,8 @@ def ask(server: Member, tokens: list[int], screen: Screen) -> TimedAnswer:
         screen.say(event["text"][len(answer.text) :], end="")
         answer.text, answer.tokens, answer.meta = event["text"], event["output_ids"], event["meta_info"]
     screen.say()
+    if "path" not in answer.meta:
+        raise CommandFailed(f"{server.name}: the stream broke off")
     return answer
 
 
@@ -115,10 +117,23 @@ def post(server: Member, path: str, body: dict[str, Any]) -> http.client.HTTPRes
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         reply = connection.getresponse()
         if reply.status != 200:
-            raise CommandFailed(f"{server.name}: {path} answered {reply.status}: {reply.read(500).decode()}")
+            raise CommandFailed(
+                f"{server.name}: {path} answered {reply.status}: {reply.read(500).decode(errors='replace')}"
+            )
     except (OSError, http.client.HTTPException) as error:
         raise CommandFailed(f"{server.name} does not answer: {error}") from error
     return reply
+
+
+def generated(server: Member, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of an answer. Raises CommandFailed, also where the server goes away in the middle of it."""
+    reply = post(server, "/generate", body)
+    try:
+        yield from events(reply)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise CommandFailed(
+            f"{server.name} does not answer to the end: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -167,5 +167,5 @@ def _pair_text(model: str) -> str:
 def _or_bad(name: str, look: Callable[[], str]) -> Finding:
     try:
         return Finding(OK, name, look())
-    except CommandFailed as failure:
+    except (CommandFailed, OSError) as failure:  # OSError: a disk that is full, no process left to start
         return Finding(BAD, name, str(failure))

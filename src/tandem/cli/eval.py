@@ -116,9 +116,10 @@ def final_number(text: str) -> Decimal | None:
 
 def to_number(text: str) -> Decimal | None:
     try:
-        return Decimal(text.replace(",", "").replace("$", "").strip())
+        number = Decimal(text.replace(",", "").replace("$", "").strip())
     except InvalidOperation:
         return None
+    return number if number.is_finite() else None  # `nan` is equal to nothing, and `snan` not even unequal
 
 
 async def ask_all(args: argparse.Namespace, model: str, problems: list[MathProblem]) -> list[Result]:

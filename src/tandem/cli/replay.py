@@ -86,7 +86,7 @@ def replayed(args: argparse.Namespace) -> int:
         raise CommandFailed(f"{error}; without --at it is compared as a whole") from error
     except (BrokenRecord, PermissionError) as error:
         raise CommandFailed(f"{error}; record again with this version") from error
-    except OSError:
+    except (CommandFailed, OSError):
         raise
     except Exception as error:  # whatever a state that no node of ours was ever in leads to
         raise CommandFailed(f"{args.record} cannot be replayed: {type(error).__name__} {error}") from error

@@ -92,8 +92,10 @@ def end_at_once(number: int, _frame: object) -> None:
 
     Why not an exception: where it is raised, in a finalizer or a callback, it may be swallowed, and nobody ends.
     """
-    os.write(sys.stderr.fileno(), b"tandem: interrupted\n")
-    os._exit(1)
+    try:
+        os.write(sys.stderr.fileno(), b"tandem: interrupted\n")
+    finally:
+        os._exit(1)  # also where nobody reads that
 
 
 def more_workers_than_cores(config: ServerConfig) -> str | None:

@@ -21,6 +21,7 @@ from tandem.cli.flags import finite
 from tandem.cli.plain_text import plain
 
 ASK_SECONDS = 5.0
+MAX_INTERVAL = 1e6  # seconds; clocks end somewhere
 SERVER = "all"  # in the column of ranks
 SCREEN, SHELL = "\x1b[?1049h", "\x1b[?1049l"  # a screen of its own, and back
 HOME, LINE_END, SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     find_server(args)
-    interval = max(args.interval, 0.1)
+    interval = min(max(args.interval, 0.1), MAX_INTERVAL)
     with httpx.Client(**client_options(args, timeout_seconds=ASK_SECONDS)) as client:
         before = look(client, args.url)
         if args.once or args.json or not sys.stdout.isatty():

@@ -1,0 +1,106 @@
+"""How commands end whatever they are given, and however the other end goes: a line and a code, no traceback."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.cli import chat, demo, doctor, serve
+from tandem.cli import main as cli
+from tandem.cli.failure import CommandFailed
+
+TANDEM = [sys.executable, "-m", "tandem.cli.main"]
+
+
+@contextmanager
+def breaks_off(said: bytes) -> Iterator[Any]:
+    """A server that says this of a body in chunks, and goes away."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(said)
+            self.close_connection = True
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield SimpleNamespace(name="decode-0", port=server.server_port)
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("said", [b"", b"5\r\nda", b"8\r\ndata: {\n\r\n0\r\n\r\n", b"0\r\n\r\n"])
+def test_an_answer_that_breaks_off_is_told_with_who_it_was(said: bytes) -> None:
+    with breaks_off(said) as server, pytest.raises(CommandFailed, match="decode-0"):
+        demo.ask(server, [1], demo.Screen(is_quiet=True))
+
+
+def test_what_the_system_refuses_a_pair_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(doctor, "temporary_fleet", full)
+    found = doctor.pair("tandem/mini")
+    assert (found.level, "No space left" in found.text) == (doctor.BAD, True)
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])
+def test_a_command_without_a_standard_stream_does_its_work(stream: str) -> None:
+    close = {"stdin": "<&-", "stdout": ">&-", "stderr": "2>&-"}[stream]
+    line = f'exec "$@" {close}'
+    words = ["simulate", "--seed", "1", "--seeds", "1", "--until", "0.01s"]
+    done = subprocess.run(["sh", "-c", line, "sh", *TANDEM, *words], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert b"Traceback" not in done.stderr
+
+
+def test_text_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(chat, "run", lambda args: "\ud800".encode())
+    assert cli.run_command("chat", []) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tandem: error: text that cannot be read or written (")
+
+
+def test_control_c_leaves_a_chat_whose_questions_come_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ask(question: str, show: object) -> object:
+        asked.append(question)
+        return argparse.Namespace(was_stopped=True)
+
+    monkeypatch.setattr(sys, "stdin", ["one\n", "two\n"])
+    with pytest.raises(KeyboardInterrupt):
+        chat.answer_lines(SimpleNamespace(ask=ask))  # type: ignore[arg-type]  # it has what is asked of it
+    assert asked == ["one"]
+
+
+def test_a_signal_at_the_start_ends_a_server_whose_log_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(BaseException):
+        pass
+
+    def ended(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(os, "_exit", ended)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with pytest.raises(Ended, match="1"):
+            serve.end_at_once(signal.SIGTERM, None)
