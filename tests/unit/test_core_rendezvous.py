@@ -18,6 +18,7 @@ from tandem.core.commands import (
     RenderAgain,
     RevokePages,
 )
+from tandem.core.disagg import prefill_side
 from tandem.core.disagg.messages import Abort, Offer, Ready, Release, ResultSlot
 from tandem.core.disagg.transfer_state import TransferState
 from tandem.core.events import (
@@ -99,6 +100,25 @@ def say(world: World, replica: Replica, events: list) -> None:
     for event in events:
         world.send(replica, event)
     world.run()
+
+
+@pytest.mark.parametrize("held_back", [False, True])
+def test_an_offer_that_is_too_long_for_a_message_comes_in_several(
+    held_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose frames are longer than a connection takes, which ends with each of them."""
+    monkeypatch.setattr(prefill_side, "MAX_OFFER_BYTES", 60)  # two pages
+    world = World()
+    prefill, decode = world.prefill(chunk_tokens=512), world.decode(chunk_tokens=512)
+    pairs = [world.pair(prefill, decode, prompt_len=100) for _ in range(1 + held_back)]
+    world.run()
+    world.advance(5 * SECOND)
+    assert [decode.tokens[right] for _, right in pairs] == [TOKENS] * len(pairs)
+    offers = [offer for offer in prefill.said(Offer) if offer.room == 101]
+    assert [(offer.first_page, len(offer.pages)) for offer in offers] == [(0, 2), (2, 2), (4, 2), (6, 1)]
+    assert [offer.result is not None for offer in offers] == [False, False, False, True]
+    assert all(len(digests) == 8 * len(offer.pages) for offer in offers for digests in offer.digests)
+    assert_nothing_is_held([prefill, decode])
 
 
 def test_a_transfer_waits_for_its_slowest_shard() -> None:

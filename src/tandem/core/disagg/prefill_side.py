@@ -27,7 +27,7 @@ from tandem.core.disagg.dp_rank import Announce, Conflict, Quiet, RequestFacts, 
 from tandem.core.disagg.messages import LAYOUT_DIFFERS, SHUTTING_DOWN, Abort, Moved, Offer, Ready, Release, ResultSlot
 from tandem.core.disagg.optimistic_prefill import Verdict, View, bootstrap_policy, should_force_retry
 from tandem.core.disagg.sides import PrefillSide, Reader
-from tandem.core.disagg.transfer_state import TransferTrigger
+from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferTrigger
 from tandem.core.events import PageRead, PagesDigested, RoomElsewhere, TransferFailed
 from tandem.core.request import Request
 from tandem.core.scheduler.leaving import end, failure, record_closed_room
@@ -47,6 +47,9 @@ from tandem.core.scheduler.state import (
 )
 from tandem.core.settings import OptimisticPolicy
 from tandem.core.values import Cause, Incarnation, Nanos, Room
+
+MAX_OFFER_BYTES = 8 << 20  # of pages in one message; the result slot may have half as many
+NAME_BYTES = 18  # of a page and its generation, at most
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
 
@@ -384,10 +387,10 @@ def offer(
     first_page: int,
     says_result: bool = True,
 ) -> None:
-    """OFFER or PUBLISH all digested pages from `first_page` on; with the last one goes the result slot."""
+    """OFFER or PUBLISH all digested pages from `first_page` on, in as many messages as connections take; with the last
+    one goes the result slot."""
     stop = reader.digested(node.settings.shards)
     total = pages_for(node, progress.request.prompt_len)
-    pages = tuple(progress.pages[first_page:stop])
     result = side.result if stop == total and says_result else None
     offered_at = reader.offered_at = node.now if reader.offered_at is None else reader.offered_at
     reader.offered = stop
@@ -397,21 +400,30 @@ def offer(
     if result is not None:
         moments = progress.computing_since, side.computed_at
         result = timed_result(result, *moments, ready_at=reader.ready_at, offered_at=offered_at)
-    message = Offer(
-        room=side.room,
-        attempt=reader.attempt,
-        source=node.settings.incarnation,
-        first_page=first_page,
-        pages=pages,
-        generations=page_generations(node, pages),
-        digests=reader.digest_slices(node.settings.shards, first_page, stop),
-        secrets=reader.secrets(node.settings.shards),
-        lease_ns=node.settings.lease_ns,
-        total_pages=total,
-        result=result,
-    )
-    node.out.append(Tell(reader.peer, message))
+    most = pages_of_an_offer(reader.num_parts(node.settings.shards))
+    for start in range(first_page, max(stop, first_page + 1), most):
+        end_page = min(start + most, stop)
+        pages = tuple(progress.pages[start:end_page])
+        message = Offer(
+            room=side.room,
+            attempt=reader.attempt,
+            source=node.settings.incarnation,
+            first_page=start,
+            pages=pages,
+            generations=page_generations(node, pages),
+            digests=reader.digest_slices(node.settings.shards, start, end_page),
+            secrets=reader.secrets(node.settings.shards),
+            lease_ns=node.settings.lease_ns,
+            total_pages=total,
+            result=result if end_page == stop else None,
+        )
+        node.out.append(Tell(reader.peer, message))
     schedule(node, progress)
+
+
+def pages_of_an_offer(num_parts: int) -> int:
+    """That one message names at most: a connection ends where a frame is too long."""
+    return max(1, MAX_OFFER_BYTES // (NAME_BYTES + DIGEST_BYTES * num_parts))
 
 
 def timed_result(

@@ -89,6 +89,10 @@ class Reader:
         low, high = ((index - self.held_pages) * DIGEST_BYTES for index in (start, stop))
         return tuple(part[low:high] for shard in shards for part in self._parts(shard))
 
+    def num_parts(self, shards: Iterable[ShardId]) -> int:
+        """Of which each page has a digest."""
+        return sum(len(self._parts(shard)) for shard in shards)
+
     def secrets(self, shards: Iterable[ShardId]) -> tuple[bytes, ...]:
         return tuple(self.digested_shards[shard].secret if shard in self.digested_shards else b"" for shard in shards)
 
