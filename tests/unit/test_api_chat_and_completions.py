@@ -249,6 +249,19 @@ def test_completion_logprobs_have_the_old_shape() -> None:
     assert [offset for part in offsets for offset in part["text_offset"]] == [0, 1]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_tokens_of_one_character_begin_where_it_does(echo: bool) -> None:
+    with world(says("añ😀b")).http() as http:
+        body = {"prompt": "é", "logprobs": 0, "echo": echo}
+        choice = http.post("/v1/completions", json=body).json()["choices"][0]
+        events = sse(http.post("/v1/completions", json=body | {"stream": True}).text)
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == [0] * 2 * echo + [echo + at for at in (0, 1, 1, 2, 2, 2, 2, 3, 4)]
+    assert choice["text"][offsets[-2]] == "b"
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    assert [offset for part in parts for offset in part["text_offset"]] == offsets
+
+
 def test_token_ids_come_when_asked() -> None:
     body = {"prompt": "x", "return_token_ids": True}
     with world(says("ab")).http() as http:

@@ -4,6 +4,7 @@ In: a body becomes prompts and parameters, or a `Refusal`. Out: `ChatReply` and 
 Chunks of a stream are put together from bytes that are encoded once per request: this runs for every token.
 """
 
+import codecs
 from collections.abc import Sequence
 from typing import Any  # messages and template variables are whatever the template takes
 
@@ -425,6 +426,20 @@ class ChatReply:
         return {**entry, "top_logprobs": [self._chunk.score(id, logprob) for id, logprob in best]}
 
 
+class Offsets:
+    """Where the tokens of a text begin, in characters. Those of one character all begin where it does."""
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._num_chars = 0
+
+    def of(self, token: bytes) -> int:
+        """Of the next token."""
+        offset = self._num_chars
+        self._num_chars += len(self._decode(token))
+        return offset
+
+
 class CompletionReply:
     """`echo`: the prompt's text goes before the answer's."""
 
@@ -435,7 +450,7 @@ class CompletionReply:
         self._tokenizer = tokenizer
         self._echo = echo
         self._openings = [b'{"index":%d,"text":' % index for index in range(shape.n)]
-        self._offsets: dict[int, int] = {}  # sample index -> characters of its tokens so far
+        self._offsets: dict[int, Offsets] = {}  # by index of the sample
 
     def begin(self, sample: Sample) -> bytes:
         if not self._echo and not self._shape.returns_ids:
@@ -516,17 +531,14 @@ class CompletionReply:
         self, sample: Sample, tokens: Sequence[int], scores: Sequence[TokenScore | None]
     ) -> dict[str, list[object]]:
         """The next tokens of prompt and output together."""
-        offset = self._offsets.get(sample.ask.index, 0)
+        its = self._offsets.setdefault(sample.ask.index, Offsets())
         names: list[object] = []
         offsets: list[object] = []
         tops: list[object] = []
         for token, score in zip(tokens, scores, strict=True):
-            name = self._tokenizer.token_text(token)
-            names.append(name)
-            offsets.append(offset)
-            offset += len(name)
+            names.append(self._tokenizer.token_text(token))
+            offsets.append(its.of(self._tokenizer.token_bytes(token)))
             tops.append(None if score is None else self._tops(token, score))
-        self._offsets[sample.ask.index] = offset
         return {
             "tokens": names,
             "token_logprobs": [None if score is None else score.logprob for score in scores],
