@@ -86,7 +86,12 @@ def test_only_a_deterministic_engine_is_told_to_sum_in_one_order_and_a_users_own
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(-9, "SIGKILL; if nobody did that, the machine ran out of memory"), (-11, "SIGSEGV"), (3, "code 3")],
+    [
+        (-9, "SIGKILL; if nobody did that, the machine ran out of memory"),
+        (-11, "SIGSEGV"),
+        (-40, "signal 40"),
+        (3, "code 3"),
+    ],
 )
 def test_an_exit_is_told_in_words(code: int, words: str) -> None:
     assert words in describe_exit(code)

@@ -21,7 +21,7 @@ from tandem.engine.parallel import WorkerGone
 from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
-from tandem.server.channel import BlockingChannel
+from tandem.server.channel import BlockingChannel, MalformedFrame
 from tandem.server.processes import Launch, ServerFailure
 from tandem.server.worker_process import Worker, layout_digest, start
 from tandem.transfer.jobs import PeerAddress
@@ -216,6 +216,21 @@ def test_a_node_that_is_gone_ends_the_worker() -> None:
     it.node.close()
     it.thread.join(5)
     assert not it.thread.is_alive()
+
+
+def test_what_the_reader_of_a_worker_meets_ends_it_with_that_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(payload: Payload) -> None:
+        raise RuntimeError("no such grammar")
+
+    it = Running()
+    monkeypatch.setattr(it.engine, "prepare", prepare, raising=False)
+    it.send(Payload(1, b"", SamplingParams(grammar="root ::= a"), b""))
+    it.thread.join(5)
+    assert str(it.failure) == "no such grammar"
+    it = Running()
+    it.node._sock.sendall(b"\x00\x00\x00\x01\xff")
+    it.thread.join(5)
+    assert isinstance(it.failure, MalformedFrame)
 
 
 MINI = Path(__file__).parents[2] / "src/tandem/bundled/mini"

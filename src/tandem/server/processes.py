@@ -171,7 +171,8 @@ def describe_exit(code: int) -> str:
     if code == -signal.SIGKILL:
         return "was killed by signal SIGKILL; if nobody did that, the machine ran out of memory"
     if code < 0:
-        return f"was ended by signal {signal.Signals(-code).name}"
+        names = {int(number): number.name for number in signal.Signals}  # not of all those that are for real time
+        return f"was ended by signal {names.get(-code, -code)}"
     return f"ended with exit code {code}"
 
 

@@ -77,7 +77,7 @@ from tandem.page_files import PageFiles
 from tandem.ranks import Rank
 from tandem.sampling import Payload
 from tandem.server import logs, wire
-from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
+from tandem.server.channel import BlockingChannel, ChannelClosed
 from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
 from tandem.server.pool_size import pool_size
@@ -197,6 +197,7 @@ class Worker:
         self._transfer = transfer
         self._channel = channel
         self._work: queue.SimpleQueue[EngineWork | None] = queue.SimpleQueue()
+        self._reader_error: Exception | None = None
         self._host = host
         self._copies: queue.SimpleQueue[StorePages | LoadPages] = queue.SimpleQueue()
         self._storage: WorkerStorage | None = None
@@ -204,7 +205,7 @@ class Worker:
             self._storage = WorkerStorage(files, host, rank, channel.send)
 
     def run(self) -> None:
-        """Until the node says Shutdown or is gone."""
+        """Until the node says Shutdown or is gone. Raises what the reader has met."""
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         if self._host is not None:
             threading.Thread(target=self._copy, args=(self._host,), name="host tier", daemon=True).start()
@@ -222,6 +223,8 @@ class Worker:
                     self._lockstep.launched(dp_rank)
             while self._lockstep.is_awaited and self._work.empty():  # with a batch of its own it would come anyway
                 self._engine.accompany()
+        if self._reader_error is not None:
+            raise self._reader_error
 
     def _launch(self, command: LaunchBatch) -> BatchReturned | BatchFailed:
         try:
@@ -257,10 +260,10 @@ class Worker:
                     if isinstance(message, wire.Shutdown):
                         return
                     self._take(message)
-        except (ChannelClosed, MalformedFrame) as error:
+        except ChannelClosed as error:
             logger.debug("the node is gone: %s", error)
-        except Exception:
-            logger.exception("the worker met an error of ours")
+        except Exception as error:
+            self._reader_error = error
         finally:
             self._work.put(None)
 
