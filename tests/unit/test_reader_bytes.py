@@ -1,7 +1,10 @@
 """What the threads of the data plane do with bytes, one call at a time."""
 
+import contextlib
+import os
 import queue
 import socket
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -151,3 +154,20 @@ def test_pulls_go_on_where_the_system_has_no_other_thread(monkeypatch: pytest.Mo
         assert isinstance(failed, TransferFailed)
         assert (failed.request, failed.cause) == (request, Cause.PEER_LOST)
     made.close(grace_s=5)
+
+
+def test_a_unix_socket_at_which_many_wait_is_waited_for_and_not_gone_round() -> None:
+    """Else a server that is set to shm refused who came over TCP instead."""
+    path = f"@tandem-test-{os.getpid()}"
+    with links.listen_tcp("127.0.0.1") as tcp, links.listen_unix(path) as unix, contextlib.ExitStack() as waiting:
+        port = tcp.getsockname()[1]
+        unix.listen(1)
+        for _ in range(2):
+            waiting.enter_context(links.dial("127.0.0.1", port, path, timeout_s=1))
+        with pytest.raises(links.LinkFrozen, match="does not answer"):
+            links.dial("127.0.0.1", port, path, timeout_s=0.05)
+        accepts = threading.Timer(0.1, lambda: waiting.enter_context(unix.accept()[0]))
+        accepts.start()
+        with links.dial("127.0.0.1", port, path, timeout_s=5) as link:
+            assert links.way(link) == "unix"
+        accepts.join()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 LINUX_UNIX_PATH_MAX = 107
 _BACKLOG = 128
+_FULL_PAUSE_S = 0.01  # between two tries to connect to a unix socket at which so many wait
 _UNIX_SEND_BUFFER_BYTES = 1 << 20  # about one frame: measured, half or four times as much is no faster
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 20, 5, 3
 _MAX_PIECES = 1024  # that Linux takes in one call
@@ -75,8 +76,12 @@ def _dial_unix(path: str, timeout_s: float) -> socket.socket | None:
     except OSError as error:  # no descriptor is left: TCP would have none either
         raise LinkBroken(f"{path}: {error}") from error
     link.settimeout(timeout_s)
+    give_up_at = time.monotonic() + timeout_s
     try:
-        link.connect(unix_address(path))
+        while not _has_connected(link, unix_address(path)):
+            if time.monotonic() >= give_up_at:
+                raise TimeoutError
+            time.sleep(_FULL_PAUSE_S)
         if is_same_user(link):
             return link
     except TimeoutError as error:
@@ -86,6 +91,16 @@ def _dial_unix(path: str, timeout_s: float) -> socket.socket | None:
         pass  # not there, so the peer is on another machine, or gone: dialling TCP will tell
     link.close()
     return None
+
+
+def _has_connected(link: socket.socket, address: str) -> bool:
+    """False: as many wait there to be accepted as may, and on a unix socket the kernel waits for no place. Raises
+    OSError."""
+    try:
+        link.connect(address)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_same_user(link: socket.socket) -> bool:
