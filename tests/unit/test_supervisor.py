@@ -8,7 +8,7 @@ import pytest
 from tandem.cli import supervisor, up
 from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import Fleet, Member
-from tandem.cli.supervisor import DELAYS_S, MAX_UNREADY, STEADY_S, Supervisor
+from tandem.cli.supervisor import DELAYS_S, MAX_UNREADY, NO_MEANS_S, STEADY_S, Supervisor
 
 
 class Process:
@@ -20,7 +20,11 @@ class Process:
 
 
 class FakeFleet(Fleet):
+    refusal: OSError | None = None  # of the machine
+
     def restart(self, member: Member) -> None:
+        if self.refusal is not None:
+            raise self.refusal
         member.process = Process()  # type: ignore[assignment]
 
 
@@ -160,3 +164,19 @@ def test_who_is_told_again_while_it_drains_kills_what_is_left(
     with pytest.raises(CommandFailed, match="before it had drained"):
         up._drain(Draining())  # type: ignore[arg-type]  # what of a fleet it needs
     assert happened == (["kill"] if told_twice_while == "it says so" else ["stop", "kill"])
+
+
+def test_who_cannot_be_started_for_lack_of_processes_is_tried_again(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeFleet, "refusal", BlockingIOError(11, "Resource temporarily unavailable"))
+    story.after(STEADY_S)
+    story.dies()
+    story.after(0)
+    story.after(NO_MEANS_S / 2)
+    assert [line for line in story.lines if "cannot be started" in line] == [
+        "decode-0 cannot be started: [Errno 11] Resource temporarily unavailable; trying again in 5 s"
+    ]
+    monkeypatch.setattr(FakeFleet, "refusal", None)
+    story.after(NO_MEANS_S)
+    assert story.process.poll() is None

@@ -19,6 +19,7 @@ DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # by how many ends there were 
 STEADY_S = 10.0  # who has served for so long did not end because of how it was started
 MAX_UNREADY = 5
 LOOK_EVERY_S = 0.1
+NO_MEANS_S = 5.0  # until it is tried again, where the machine has no process or no place for a log left
 
 
 @dataclass(slots=True)
@@ -66,8 +67,7 @@ class Supervisor:
         now = self._clock()
         if restarts.again_at is not None:
             if now >= restarts.again_at:
-                self._fleet.restart(member)
-                restarts.began(now)
+                self._start(member, restarts, now)
         elif member.process.poll() is not None:
             delay = restarts.ended(now)
             if restarts.unready >= MAX_UNREADY and not self._has_substitute(member):
@@ -84,3 +84,13 @@ class Supervisor:
             other is not member and other.kind == member.kind and other.is_ready and other.process.poll() is None
             for other in self._fleet.members
         )
+
+    def _start(self, member: Member, restarts: Restarts, now: float) -> None:
+        """The others serve on where it cannot be started."""
+        try:
+            self._fleet.restart(member)
+        except OSError as error:
+            restarts.again_at = now + NO_MEANS_S
+            self._tell(f"{member.name} cannot be started: {error}; trying again in {NO_MEANS_S:.0f} s")
+        else:
+            restarts.began(now)
