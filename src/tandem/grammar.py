@@ -37,8 +37,13 @@ IS_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|[?!]*start\s*:)")
 # Of GBNF: a backslash and what it says, where that is more than a character.
 ESCAPED = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 SURROGATES = range(0xD800, 0xE000)
-# All that may stand in a URI reference. A name with anything else in it is one that no `$ref` can mean.
-URI_REFERENCE = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
+# Names at the top of a schema that llguidance understands; others are as good as none. Of the schema itself: all that
+# may stand in a URI reference, since no `$ref` can mean anything else. Of its dialect: the old ones, where a part may
+# have an `$id` for a name; the newer ones are read alike.
+NAMES = {
+    "$id": re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII),
+    "$schema": re.compile(r"http://json-schema\.org/draft-0[467]/schema#?"),
+}
 # Numbers as JSON has them, also where the JSON is a text in a text. What becomes -2**63 as an integer, which everything
 # below does, ends the process inside llguidance where it is a value in a schema.
 NEGATIVE = re.compile(r"(?:^|[\s\[,:]|\\[nrt])(-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\w)")
@@ -60,14 +65,18 @@ def from_json_schema(schema: Any, *, is_lenient: bool = False, whitespace: str =
     know, and patterns that it cannot follow, bound nothing. Raises GrammarError.
     """
     options = {"whitespace_pattern": whitespace, "lenient": is_lenient}
-    if isinstance(schema, dict) and isinstance(id := schema.get("$id"), str) and not URI_REFERENCE.fullmatch(id):
-        schema = {key: value for key, value in schema.items() if key != "$id"}
+    if isinstance(schema, dict):
+        schema = {key: value for key, value in schema.items() if not _is_strange(key, value)}
     try:
         meant = _without_looks(schema) if is_lenient else schema
         text = json.dumps(closed(meant))
         return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]  # options that its stub does not list
     except (ValueError, RecursionError) as error:  # numbers that no fp64 can hold, and the like
         raise GrammarError(in_one_line(str(error))) from None
+
+
+def _is_strange(key: str, value: Any) -> bool:
+    return key in NAMES and isinstance(value, str) and not NAMES[key].fullmatch(value)
 
 
 def _without_looks(schema: Any) -> Any:

@@ -93,6 +93,25 @@ def test_characters_of_gbnf_may_be_told_by_number(text: str, yes: str, no: str) 
 
 
 @pytest.mark.parametrize(
+    "dialect",
+    [
+        "https://json-schema.org/draft/2020-12/schema",
+        "https://json-schema.org/draft-07/schema#",
+        "http://json-schema.org/schema#",
+        "https://spec.openapis.org/oas/3.1/dialect/base",
+    ],
+)
+def test_a_dialect_that_nobody_knows_is_read_as_the_newest(dialect: str) -> None:
+    follow(matcher(grammar.from_json_schema({"$schema": dialect, "type": "integer"})), "7")
+
+
+def test_a_name_of_the_old_dialects_is_found() -> None:
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#number"}
+    schema |= {"definitions": {"of it": {"$id": "#number", "type": "integer"}}}
+    follow(matcher(grammar.from_json_schema(schema)), "7")
+
+
+@pytest.mark.parametrize(
     "made",
     [
         grammar.from_json_schema({"$ref": "#"}),
