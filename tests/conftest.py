@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import quick_uvicorn
-from tandem.imports import without_collector
+from tandem.garbage import no_collector
 from told import SAID, Tell, WhatTestsTell, draw_seeds
 
 settings.register_profile(
@@ -108,7 +108,7 @@ def tell(record_property: Callable[[str, object], None]) -> Tell:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What four hundred files import stays: looking at all of it again and again takes a fifth of their time."""
-    with without_collector():
+    with no_collector():
         return (yield)
 
 

@@ -124,7 +124,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("ranks", "leaf"),
     ("several_hosts", "leaf"),
     ("logtext", "leaf"),
-    ("imports", "leaf"),
+    ("garbage", "leaf"),
     ("kv_events_config", "leaf"),
     ("storage_config", "leaf"),
     ("otlp", "leaf"),

@@ -185,7 +185,7 @@ def test_a_rank_that_was_never_ready_takes_the_start_with_it() -> None:
 
 
 def test_who_waits_for_a_node_that_keeps_silent_at_the_end_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "LAST_WORD_S", 0.05)
+    monkeypatch.setattr(process, "ABORT_S", 0.05)
 
     async def story(server: Server, running: "asyncio.Task[None]") -> None:
         await server.serves()

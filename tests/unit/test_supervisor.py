@@ -121,7 +121,7 @@ def test_who_ends_while_others_still_start_ends_the_wait_for_them(
     story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.cli.fleet.is_ready", lambda port: False)
-    router = Member("router", (), Process(), 2, tmp_path / "router.log")  # type: ignore[arg-type]
+    router = Member("router", (), Process(), 2, tmp_path / "router.log")  # type: ignore[arg-type]  # a process that can end
     both = FakeFleet(tmp_path, engines=1, members=[story.member, router])
     story.process.returncode = 1
     with pytest.raises(CommandFailed, match="decode-0: no model there"):

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import tandem
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
-from tandem.imports import without_collector
+from tandem.garbage import no_collector
 from tandem.logtext import MAX_LINE_CHARS, visible
 
 COMMANDS = {
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(command: str, words: Sequence[str]) -> int:
     try:
         # Why not at the top: `tandem chat` need not wait for what `tandem serve` imports.
-        with without_collector():
+        with no_collector():
             module = importlib.import_module(f"tandem.cli.{command}")
         parser = Parser(prog=f"tandem {command}", description=COMMANDS[command], allow_abbrev=False)
         module.add_arguments(parser)

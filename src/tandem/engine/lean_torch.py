@@ -9,7 +9,7 @@ import importlib
 import sys
 from types import ModuleType
 
-from tandem.imports import without_collector
+from tandem.garbage import no_collector
 
 RULES = "torch._meta_registrations"
 
@@ -20,7 +20,7 @@ class _LeftOut(ModuleType):
 
 if "torch" not in sys.modules:
     sys.modules[RULES] = _LeftOut(RULES)
-    with without_collector():
+    with no_collector():
         importlib.import_module("torch")
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.config import ServerConfig
-from tandem.imports import without_collector
+from tandem.garbage import no_collector
 from tandem.membership import ClusterSecret
 from tandem.server import keys
 from tandem.server.api.facts import ModelFacts
@@ -48,7 +48,7 @@ def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None
     replicas = start_replicas(launch, listeners)
     try:
         # Why not at the top: a second of imports during which the children already load the model.
-        with without_collector():
+        with no_collector():
             api_process = importlib.import_module("tandem.server.api.process")
         api_process.run_api(config, replicas, listeners, model, secret, make_hosts)
     finally:

@@ -10,10 +10,10 @@ from itertools import chain, count
 from multiprocessing.pool import Pool
 from secrets import randbelow
 
+from tandem.garbage import no_collector
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.coverage import Watch
 from tandem.simulator.faults.options import draw_options
-from tandem.simulator.garbage import no_collector
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult, trace_step

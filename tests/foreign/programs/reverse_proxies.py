@@ -97,7 +97,9 @@ def through(name: str, config: str, words: list[str], version: list[str]) -> str
             process.terminate()
             process.wait(30)
     said = subprocess.run(version, capture_output=True, text=True, check=True, env=with_libraries("/"))
-    return f"{name} {re.search(r'[0-9]+[.][0-9.]+[0-9]', said.stdout + said.stderr)[0]}"  # type: ignore[index]
+    found = re.search(r"[0-9]+[.][0-9.]+[0-9]", said.stdout + said.stderr)
+    assert found, said
+    return f"{name} {found[0]}"
 
 
 def with_libraries(home: str) -> dict[str, str]:

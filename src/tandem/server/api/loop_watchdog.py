@@ -3,7 +3,7 @@
 Nobody stands above the API process who could: the others are its children, and its own watchdog over them runs on the
 loop that hangs. Turns are counted in ticks of this thread, not in time: a process that was stopped as a whole, and goes
 on, has hung no more than its watchdog has. What the loop hangs in may be the log, whose lock it holds then, or a disk:
-so the end waits for last words only so long, and for none that fails.
+so the end waits for its log lines only so long, and for none that fails.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from functools import partial
 
 from tandem.core.stall_detector import TICKS
 
-LAST_WORD_S = 2.0
+LOG_LINE_S = 2.0
 
 logger = logging.getLogger("tandem.api")
 
@@ -81,7 +81,7 @@ def try_to(say: Callable[[], object]) -> None:
         with contextlib.suppress(Exception):
             say()
 
-    thread = threading.Thread(target=run, name="last word", daemon=True)
+    thread = threading.Thread(target=run, name="final log line", daemon=True)
     with contextlib.suppress(RuntimeError):  # there is no thread left to be had
         thread.start()
-        thread.join(LAST_WORD_S)
+        thread.join(LOG_LINE_S)

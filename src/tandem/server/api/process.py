@@ -72,7 +72,7 @@ from tandem.server.processes import (
 from tandem.server.tracing import make_tracing
 
 EXIT_GRACE_S = 5.0  # for children that were told to end
-LAST_WORD_S = 2.0  # for nodes to say that what they were told to end has ended
+ABORT_S = 2.0  # for nodes to say that what was aborted has ended
 FLUSH_S = 2  # for responses that have their last token, or their error
 RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; doubles while it dies before it is ready
 READY_POLL_S = 0.05
@@ -177,7 +177,7 @@ class ApiProcess:
             await self._wait_for(self._client.wait_idle(), asyncio.sleep(self._config.drain_timeout))
             self._unregister()  # not before: decode may still have to find us for what runs here
             self._client.abort_all(Cause.DRAINING)
-            await self._wait_for(self._client.wait_idle(), asyncio.sleep(LAST_WORD_S))
+            await self._wait_for(self._client.wait_idle(), asyncio.sleep(ABORT_S))
             if self._client.num_live:  # a node hangs, and its watchdog needs longer
                 self._client.lose("the node kept silent while the server ended")
         except ServerFailure:

@@ -27,7 +27,7 @@ from typing import Any  # machines of any state and trigger type
 from tandem.core.disagg.transfer_state import RECEIVER, SENDER
 from tandem.core.machine import Machine
 from tandem.core.scheduler.request_state import LIFECYCLE
-from tandem.simulator.garbage import no_collector
+from tandem.garbage import no_collector
 from tandem.simulator.model_check.replica import Move
 from tandem.simulator.model_check.world import (
     DECODE,

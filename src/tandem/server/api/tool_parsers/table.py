@@ -1,6 +1,6 @@
 """The formats of tool calls by name, and which one a model speaks: its chat template says so."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tandem.server.api.tool_parsers import hermes, llama3, mistral
@@ -10,7 +10,7 @@ from tandem.server.api.tool_parsers.base import ToolParser
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     name: str
-    parser: Callable[..., ToolParser]  # names of the functions that may be called
+    parser: Callable[[Collection[str] | None], ToolParser]  # of the functions that may be called; None: any
     calls: Callable[..., str]  # functions, literal, is_parallel, is_opened: calls as a Lark expression
     opener: str  # what calls begin with in the middle of text; empty: they are the whole answer
     marks: tuple[str, ...]  # which are special tokens of some models, and have to be seen
