@@ -30,8 +30,10 @@ def framed(body: bytes) -> bytes:
     return len(body).to_bytes(HEAD_BYTES) + body
 
 
-def hello_of(source: Incarnation, *, protocol: int = CONTROL_PROTOCOL) -> PeerHello:
-    return PeerHello(protocol, source, new_challenge())
+def hello_of(
+    source: Incarnation, *, protocol: int = CONTROL_PROTOCOL, challenge: Callable[[], bytes] = new_challenge
+) -> PeerHello:
+    return PeerHello(protocol, source, challenge())
 
 
 def nested(depth: int) -> bytes:
@@ -104,10 +106,11 @@ def end_of(
     layout: str = "layout",
     cut: Cut = UNCUT,
     shards: tuple[DataEndpoint, ...] = SHARDS,
+    challenge: Callable[[], bytes] = new_challenge,
 ) -> End:
     sock.settimeout(0.01)
     greeting = Greeting(layout, Heartbeat().interval_ns, cut, shards)
-    return End(sock, Session(secret, hello_of(source), greeting, is_dialler=is_dialler))
+    return End(sock, Session(secret, hello_of(source, challenge=challenge), greeting, is_dialler=is_dialler))
 
 
 @contextmanager

@@ -52,6 +52,12 @@ def test_every_input_gets_an_answer_that_is_documented(name: str, found: dict[st
     assert 2 * report.seeds_answered <= report.seeds, "most of what it begins with is refused at once"
 
 
+def test_the_corpus_is_the_same_each_time() -> None:
+    """Or a run with the same seed would be another one."""
+    for target in TARGETS.values():
+        assert list(target.entries().items()) == list(target.entries().items()), target.name
+
+
 def described(findings: Sequence[Finding]) -> str:
     """With the line that does it again."""
     lines = [f"{one.what}\n  {command_for(one.target, one.save(FINDINGS))}\n{one.detail}" for one in findings]

@@ -26,7 +26,7 @@ from tandem.core.disagg.message_checks import Bounds
 from tandem.core.disagg.messages import Message, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
 from tandem.core.values import MILLISECOND, Address, Cut, Incarnation, Nanos, Room
-from tandem.membership import ClusterSecret
+from tandem.membership import CHALLENGE_BYTES, ClusterSecret
 from tandem.server.node.local_peer import SelectorPoller
 from tandem.server.node.peers import Peers
 from tandem.server.node.session import Greeting
@@ -189,19 +189,26 @@ def losses(node: Node) -> list[PeerLost]:
 def frame_seeds() -> Mapping[str, bytes]:
     """Streams of frames in clear. What follows the hello has to be sealed, and is not."""
     greeting = msgspec.msgpack.encode(Greeting(LAYOUT, Nanos(1_000_000_000), Cut(), SHARDS))
-    found = {
-        who.name: join_frames([msgspec.msgpack.encode(hello_of(who)), greeting]) for who in (ATTACKER, DECODE, PREFILL)
+    hellos = {
+        who.name: msgspec.msgpack.encode(hello_of(who, challenge=challenge)) for who in (ATTACKER, DECODE, PREFILL)
     }
+    found = {name: join_frames([hello, greeting]) for name, hello in hellos.items()}
     found["nested"] = nested(1_200)
-    found["protocol"] = framed(msgspec.msgpack.encode(hello_of(ATTACKER, protocol=1)))
+    found["not_utf8"] = framed(hellos[ATTACKER.name].replace(b"attacker", b"attack\xff\xff"))
+    found["protocol"] = framed(msgspec.msgpack.encode(hello_of(ATTACKER, protocol=1, challenge=challenge)))
     return found
+
+
+def challenge() -> bytes:
+    """The same each time: what comes in a run is a function of its seed."""
+    return bytes(range(CHALLENGE_BYTES))
 
 
 def noise_seeds() -> Mapping[str, bytes]:
     found = {**frame_seeds(), "http": b"GET / HTTP/1.1\r\n\r\n"}
     for name, secret in (("another_secret", OTHER_SECRET), ("stops_in_time", SECRET)):
         with socket.socket() as sock:
-            end = end_of(sock, secret, DECODE, is_dialler=True)
+            end = end_of(sock, secret, DECODE, is_dialler=True, challenge=challenge)
             found[name] = bytes(end.session.outgoing)
     return found
 
