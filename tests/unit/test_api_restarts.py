@@ -6,7 +6,7 @@ The API process runs here with its real ports; each node is a socket in the test
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ from tandem.core.values import Cause, Incarnation
 from tandem.ranks import Rank
 from tandem.server import wire
 from tandem.server.api import process
-from tandem.server.api.process import ApiProcess, restart_delay_s
+from tandem.server.api.process import ApiProcess, loading_patience_s, restart_delay_s
 from tandem.server.channel import frame
 from tandem.server.hosts.leader import NoOtherHosts
 from tandem.server.processes import Children, Replicas, ServerFailure, bind_listeners
@@ -41,10 +41,11 @@ class Life:
 class Server:
     lives: list[list[Life]] = field(default_factory=lambda: [[], []])  # by DP rank
     process: ApiProcess | None = None
+    linger: bool = False  # processes that are started from now on end only when they are killed
 
     def start(self, dp_rank: int, _elsewhere: object = None) -> Children:
         node, api_end = socket.socketpair()
-        self.lives[dp_rank].append(Life(node, Child()))
+        self.lives[dp_rank].append(Life(node, Child(lingers=self.linger)))
         child = self.lives[dp_rank][-1].child
         return Children(child, (child,), (Rank(),), api_end)  # type: ignore[arg-type]  # `Child` has all that is asked of them
 
@@ -130,6 +131,32 @@ def test_a_rank_that_dies_before_it_is_ready_is_tried_again_later_each_time() ->
         assert server.api._restarts[1].attempt == 0, "it has served since"
 
     serve(story)
+
+
+def test_a_rank_that_hangs_while_it_loads_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "RECORD_S", 0.01)
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        server.api._config = replace(server.api._config, watchdog_timeout=0.05)
+        server.linger = True
+        server.dies(1)
+        await server.starts(1, 3)
+        assert server.api._restarts[1].attempt >= 1
+        assert not server.lives[1][1].child.lingers, "what hung is ended"
+        server.linger = False
+        server.api._first_start_s = 1_000.0
+        await until(lambda: len(server.lives[1]) >= 4 and server.api._restarts[1].is_loading)
+        server.ready(1)
+        await until(lambda: not server.api._restarts)
+        assert not running.done()
+
+    serve(story)
+
+
+def test_patience_with_a_load_is_that_of_the_first_start_and_the_watchdog_together() -> None:
+    assert loading_patience_s(2.0, 30.0, 0) == 36.0
+    assert loading_patience_s(2.0, 30.0, 3) == 78.0
 
 
 def test_attempts_wait_twice_as_long_each_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ EXIT_GRACE_S = 5.0  # for children that were told to end
 ABORT_S = 2.0  # for nodes to say that what was aborted has ended
 FLUSH_S = 2  # for responses that have their last token, or their error
 RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; doubles while it dies before it is ready
+LOADING_TIMES = 3.0  # as long as the whole server took to be ready, a replica may take; doubles with each attempt
 READY_POLL_S = 0.05
 URGENT_REQUESTS = 64  # beyond those that nodes may hold, of which some may take the place of others there
 RECORD_S = 2.0  # for a node that hangs, to write what it did last
@@ -119,6 +120,7 @@ class ApiProcess:
         self._watchdogs: dict[int, Watchdog] = {}  # by DP rank
         self._fatal_messages: dict[int, str] = {}  # by DP rank, where ranks end together
         self._restarts: dict[int, Restart] = {}  # of DP ranks that are not back yet
+        self._first_start_s = 0.0  # what the server took to be ready
         self._has_said_goodbye = False  # the nodes end because we told them to
         self._loop_watchdog = LoopWatchdog(timeout_s=config.watchdog_timeout, fire=self._loop_hangs)
         self._tracing = make_tracing(
@@ -150,6 +152,7 @@ class ApiProcess:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 loop.add_signal_handler(number, self._signalled)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        began = loop.time()
         for dp_rank in self._replicas.children:
             await self._meet(dp_rank)
         try:
@@ -166,6 +169,7 @@ class ApiProcess:
             await self._wait_for(self._bring_all(), self._stop.wait())
             await self._wait_for(self._ready.wait(), self._stop.wait())
             if self._ready.is_set():
+                self._first_start_s = loop.time() - began
                 gc.collect()
                 gc.freeze()  # what is here now stays; the collector need not look at it again
                 for dp_rank in self._replicas.children:
@@ -416,8 +420,13 @@ class ApiProcess:
             return
         self._restarts[dp_rank].is_loading = True
         await self._meet(dp_rank)
-        while rank.node is None:  # should it die instead, `_lose` cancels this and starts the next attempt
+        loop = asyncio.get_running_loop()
+        patience_s = loading_patience_s(self._first_start_s, self._config.watchdog_timeout, attempt)
+        deadline = loop.time() + patience_s
+        while rank.node is None:  # should it die or hang instead, `_lose` cancels this and starts the next attempt
             await asyncio.sleep(READY_POLL_S)
+            if loop.time() >= deadline:
+                self._lose(dp_rank, f"it was not ready after {patience_s:.1f} s", self._replicas.children[dp_rank])
         del self._restarts[dp_rank]
         self._watch(dp_rank)
         logger.info("DP rank %d serves again", dp_rank)
@@ -459,6 +468,11 @@ class ApiProcess:
 def restart_delay_s(attempt: int) -> float:
     """`attempt`: how often it has died before it was ready, since it last served."""
     return min(RESTART_MAX_S, RESTART_S * 2.0 ** min(attempt, 32))
+
+
+def loading_patience_s(first_start_s: float, watchdog_timeout: float, attempt: int) -> float:
+    """For a replica that loads again, until it is taken for one that hangs."""
+    return watchdog_timeout + LOADING_TIMES * first_start_s * 2.0 ** min(attempt, 32)
 
 
 def say(line: str) -> None:
