@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from tandem.server import wire
 from tandem.server.api import process
 from tandem.server.api.process import ApiProcess, loading_patience_s, restart_delay_s
 from tandem.server.channel import frame
-from tandem.server.hosts.leader import NoOtherHosts
+from tandem.server.hosts.leader import NoOtherHosts, OtherHosts
 from tandem.server.processes import Children, Replicas, ServerFailure, bind_listeners
 
 UNIFIED = msgspec.structs.replace(REPLICA, role="unified")
@@ -73,12 +74,25 @@ class Server:
         await until(lambda: len(self.lives[dp_rank]) == count and self.api._restarts[dp_rank].is_loading)
 
 
-def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]], *, drain_timeout: float = 60) -> None:
+class OtherHostsThatListen(NoOtherHosts):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    async def close(self, reason: str) -> None:
+        self.told.append(reason)
+
+
+def serve(
+    story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]],
+    *,
+    drain_timeout: float = 60,
+    hosts: OtherHosts | None = None,
+) -> None:
     async def main() -> None:
         server = Server()
         config = ServerConfig(model="m", port=0, dp_size=2, drain_timeout=drain_timeout)
         listeners = bind_listeners(config)
-        server.process = ApiProcess(config, Replicas(server.start, 2), listeners, lambda _: NoOtherHosts())
+        server.process = ApiProcess(config, Replicas(server.start, 2), listeners, lambda _: hosts or NoOtherHosts())
         running = asyncio.create_task(server.process.run(FACTS, None))
         try:
             await story(server, running)
@@ -209,6 +223,33 @@ def test_a_rank_that_was_never_ready_takes_the_start_with_it() -> None:
         assert [len(lives) for lives in server.lives] == [1, 1]
 
     serve(story)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ServerFailure("no such tokenizer")])
+def test_other_hosts_are_told_what_the_server_ends_for(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty reason would be a good end, and they would exit with 0."""
+    monkeypatch.setattr(process, "load_tokenizer", Mock(side_effect=error))
+    hosts = OtherHostsThatListen()
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        with pytest.raises(type(error)):
+            await running
+
+    serve(story, hosts=hosts)
+    (reason,) = hosts.told
+    assert str(error) in reason
+
+
+def test_other_hosts_hear_no_reason_when_the_server_ends_as_it_was_told_to() -> None:
+    hosts = OtherHostsThatListen()
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        server.api._signalled()
+        await running
+
+    serve(story, hosts=hosts)
+    assert hosts.told == [""]
 
 
 def test_who_waits_for_a_node_that_keeps_silent_at_the_end_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ class ApiProcess:
         self._config = config
         self._replicas = replicas
         self._hosts = make_hosts(Hooks(self._lose_elsewhere, self._drain))
-        self._farewell = ""  # what the server ends for
+        self._farewell = ""  # what the server ends for, unless it should
         self._listeners = listeners
         self._ready = asyncio.Event()
         self._stop = asyncio.Event()
@@ -184,10 +184,12 @@ class ApiProcess:
             await self._wait_for(self._client.wait_idle(), asyncio.sleep(ABORT_S))
             if self._client.num_live:  # a node hangs, and its watchdog needs longer
                 self._client.lose("the node kept silent while the server ended")
-        except ServerFailure:
-            raise  # somebody else's, or it is on record already
+        except ServerFailure as failure:  # somebody else's, or it is on record already
+            self._farewell = str(failure)
+            raise
         except Exception as error:
-            self._client.last_steps.write_last(f"the API process ends: {type(error).__name__} {error}")
+            self._farewell = f"the API process ends: {type(error).__name__} {error}"
+            self._client.last_steps.write_last(self._farewell)
             raise
         finally:
             await self._end()
@@ -199,7 +201,7 @@ class ApiProcess:
         for wait in waits:
             wait.cancel()
         if self._loss.done():
-            reason = self._farewell = await self._cause_of_loss()
+            reason = await self._cause_of_loss()
             self._client.lose(reason)
             self._client.last_steps.write(f"the server ends: {reason}")
             raise ServerFailure(reason)
