@@ -83,6 +83,17 @@ def test_parts_of_text_are_joined_and_a_last_message_can_be_continued() -> None:
     assert prompt_of(w.node.submits[0]) == ids("<s>user:a\nb</s><s>assistant:Once")
 
 
+def test_a_last_message_that_calls_tools_cannot_be_continued() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    body = {
+        "messages": [*CHAT["messages"], {"role": "assistant", "content": "Once", "tool_calls": [call]}],
+        "continue_final_message": True,
+    }
+    with world().http() as http:
+        refused = http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
 def test_a_chat_stream_has_role_text_reason_usage_and_done() -> None:
     body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
     with world(says("Grüße 😀")).http() as http:

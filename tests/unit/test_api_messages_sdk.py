@@ -14,6 +14,7 @@ from test_api_tools import ADD, CALL, OTHER, THINKS, tokenizer
 
 from tandem.core.values import Cause
 from tandem.server.api.body import ChatBody
+from tandem.server.api.errors import Refusal
 from tandem.server.api.messages import MessagesBody, chat_of
 
 USER = [{"role": "user", "content": "hi"}]
@@ -232,6 +233,20 @@ def test_an_answer_that_was_begun_goes_on() -> None:
     begun = [*USER, {"role": "assistant", "content": "The answer is"}]
     assert chat(messages=begun).continue_final_message
     assert not chat().continue_final_message
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}},
+        {"type": "thinking", "thinking": "Let me see.", "signature": ""},
+    ],
+)
+def test_an_answer_that_was_begun_with_more_than_text_is_refused(block: dict[str, object]) -> None:
+    """Only its text would be in the prompt."""
+    begun = [*USER, {"role": "assistant", "content": [{"type": "text", "text": "I see"}, block]}]
+    with pytest.raises(Refusal, match="must be text only"):
+        chat(messages=begun)
 
 
 @pytest.mark.parametrize(

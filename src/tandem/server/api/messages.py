@@ -17,11 +17,11 @@ from tandem.logtext import shown
 from tandem.server.api.body import ChatBody, Messages, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, arguments_of
-from tandem.server.api.errors import Failure, invalid
+from tandem.server.api.errors import Failure, contradiction, invalid
 from tandem.server.api.foreign import NOTHING, Foreign
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
-from tandem.server.api.openai import chat_text, read_chat
+from tandem.server.api.openai import chat_text, has_more_than_text, read_chat
 from tandem.server.api.stream import Sample
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
@@ -91,6 +91,9 @@ def chat_of(body: MessagesBody) -> ChatBody:
         messages += turns(message, f"messages[{index}]")
     if body.messages and not messages:
         raise invalid("messages", "say nothing")
+    goes_on = bool(messages) and messages[-1]["role"] == "assistant"
+    if goes_on and has_more_than_text(messages[-1]):
+        raise contradiction("messages", "the last one is the assistant's, which goes on: it must be text only")
     choice, is_parallel = choice_of(body.tool_choice)
     output = body.output_config or OutputConfig()
     return ChatBody(
@@ -106,7 +109,7 @@ def chat_of(body: MessagesBody) -> ChatBody:
         response_format=format_of(output.format),
         reasoning_effort=output.effort,
         chat_template_kwargs=thinking_of(body.thinking),
-        continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
+        continue_final_message=goes_on,
     )
 
 

@@ -5,7 +5,7 @@ Chunks of a stream are put together from bytes that are encoded once per request
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any  # messages and template variables are whatever the template takes
 
 import msgspec
@@ -183,12 +183,17 @@ def chat_text(
             messages, add_generation_prompt=adds_prompt, variables=variables, rendered_at=rendered_at
         )
     last = messages[-1]
-    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        raise contradiction("continue_final_message", "the last message must be the assistant's, with text")
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str) or has_more_than_text(last):
+        raise contradiction("continue_final_message", "the last message must be the assistant's, with text only")
     before = tokenizer.render_chat(
         messages[:-1], add_generation_prompt=True, variables=variables, rendered_at=rendered_at
     )
     return before._replace(text=before.text + last["content"])
+
+
+def has_more_than_text(message: Mapping[str, Any]) -> bool:
+    """Such a message cannot be gone on with: only its text would be in the prompt."""
+    return any(message.get(name) for name in ("tool_calls", "reasoning_content"))
 
 
 def variables_of(effort: str) -> dict[str, Any]:
