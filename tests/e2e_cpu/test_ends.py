@@ -5,8 +5,10 @@ import http.client
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from cluster import Server, children_of, eventually, is_open, is_running
 
 from tandem.cli.fleet import Fleet, serve_words
@@ -33,13 +35,23 @@ def test_a_closed_terminal_drains_and_what_runs_beyond_the_drain_timeout_ends_as
         assert not any(map(is_running, children))
 
 
-def test_a_server_whose_log_is_full_starts_and_serves_and_ends() -> None:
+def serve_command(port: int) -> list[str]:
+    return serve_words("tandem/mini", port)
+
+
+def router_command(port: int) -> list[str]:
+    nowhere = [f"http://127.0.0.1:{free}" for free in free_ports(2)]
+    return ["router", "--prefill", nowhere[0], "--decode", nowhere[1], "--port", str(port)]
+
+
+@pytest.mark.parametrize("words", [serve_command, router_command])
+def test_who_cannot_say_anything_starts_and_serves_and_ends(words: Callable[[int], list[str]]) -> None:
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "tandem.cli.main", *serve_words("tandem/mini", port)]
+    command = [sys.executable, "-m", "tandem.cli.main", *words(port)]
     with open("/dev/full", "wb") as full:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=full, stderr=full, start_new_session=True)
     try:
-        eventually(lambda: process.poll() is not None or is_ready(port), within_s=60)
+        eventually(lambda: process.poll() is not None or is_healthy(port), within_s=60)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -48,7 +60,7 @@ def test_a_server_whose_log_is_full_starts_and_serves_and_ends() -> None:
         process.wait()
 
 
-def is_ready(port: int) -> bool:
+def is_healthy(port: int) -> bool:
     if not is_open(port):
         return False
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import re
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from tandem.core.values import SECOND, BatchId, Cause, Nanos, PageId, RequestId
 from tandem.logtext import MAX_LINE_CHARS, MAX_VALUE_CHARS
 from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import RequestRecord
-from tandem.server.logs import TRACE_MARK, JsonFormatter, LineFormatter, log_uncaught
+from tandem.server.logs import TRACE_MARK, JsonFormatter, LineFormatter, log_uncaught, say
 from tandem.server.node.batch_log import BatchLog, LoadFigures, PrefillFigures, batch_number, decode_line, prefill_line
 
 LOAD = LoadFigures(token_usage=0.25, used_tokens=400, running=3, queued=2)
@@ -348,3 +350,13 @@ def test_of_a_rank_that_steps_alone_nothing_of_the_others_is_counted() -> None:
     world.step(prefill(1))
     world.step(returned(1))
     assert world.log.cooperation.numbers() == {}
+
+
+def test_a_reader_of_standard_output_that_has_left_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        say("ready")
+        assert os.read(reader, 100) == b"ready\n"
+        os.close(reader)
+        say("still here")

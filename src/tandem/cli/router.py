@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if (warning := open_to_others(config)) is not None:
         logging.getLogger("tandem.router").warning(warning)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    print(f"tandem router listens on http://{host}:{listener.getsockname()[1]}", flush=True)
+    logs.say(f"tandem router listens on http://{host}:{listener.getsockname()[1]}")
     serve_router(config, listener)
     return 0
 

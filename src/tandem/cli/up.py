@@ -10,6 +10,7 @@ from tandem.cli.fleet import Fleet, Member, listen, start_pd, temporary_fleet
 from tandem.cli.main import Parser
 from tandem.cli.supervisor import Supervisor
 from tandem.config import ServerConfig
+from tandem.server.logs import say
 
 START_S = 600.0  # a large model takes its time
 DRAIN_S = 90.0  # more than --drain-timeout of servers and router, unless the user raises that
@@ -146,8 +147,8 @@ def _drain(fleet: Fleet) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"tandem: {line}", flush=True)
+    say(f"tandem: {line}")
 
 
 def _tell(member: Member) -> None:
-    print(f"  {member.name} is up at {member.url}", flush=True)
+    say(f"  {member.name} is up at {member.url}")

@@ -1,11 +1,13 @@
-"""Log lines of a server: how they look.
+"""What a server says: its log lines, and how they look.
 
 Every process logs through one of two formatters, so that a record is one line whatever it quotes (`logtext.py`). The
 trace of an exception follows its line, each line of it marked as such; as JSON it is a part of the one line.
 """
 
+import contextlib
 import json
 import logging
+import os
 import sys
 import threading
 from numbers import Number
@@ -15,6 +17,14 @@ from tandem.logtext import MAX_LINE_CHARS, visible
 
 TRACE_MARK = "  | "  # before each line of a trace: no line of ours begins so
 MAX_TRACE_LINES = 100  # of each end
+
+
+def say(line: str) -> None:
+    """On standard output, if that takes it: a full disk, or a reader that has left, does not keep a server from
+    serving.
+    """
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 class LineFormatter(logging.Formatter):

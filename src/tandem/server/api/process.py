@@ -23,7 +23,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +58,7 @@ from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import open_channel
 from tandem.server.fault_records import OFF, folder_of
 from tandem.server.hosts.leader import Hooks, HostLost, OtherHosts
+from tandem.server.logs import say
 from tandem.server.node.settings import delayer_settings
 from tandem.server.processes import (
     STOP_SIGNALS,
@@ -475,12 +475,6 @@ def restart_delay_s(attempt: int) -> float:
 def loading_patience_s(first_start_s: float, watchdog_timeout: float, attempt: int) -> float:
     """For a replica that loads again, until it is taken for one that hangs."""
     return watchdog_timeout + LOADING_TIMES * first_start_s * 2.0 ** min(attempt, 32)
-
-
-def say(line: str) -> None:
-    """On standard output, if that takes it: a full disk does not keep a server from serving."""
-    with contextlib.suppress(OSError):
-        os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def ready_line(config: ServerConfig, listeners: Listeners) -> str:
