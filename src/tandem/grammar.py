@@ -52,6 +52,7 @@ LEAST_INTEGER = -(2.0**63)
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]")
 VALUES = ("const", "enum", "default", "examples")  # keywords that hold values and not schemas
 BAD_REGEX = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
+TOO_WIDE = re.compile(r"Current row has (\d+) items; max is (\d+)")
 UNKNOWN_RULE = re.compile(r"Rule '(.+)' not found")
 BEYOND_INTEGERS = "a number below -2**63, or next to it, cannot be followed"
 
@@ -220,15 +221,25 @@ class Vocabulary:
 
     def check(self, grammar: str) -> None:
         """Compile it, which may take tens of milliseconds without the interpreter's lock. Raises GrammarError, also for
-        one that compiles and allows no token to begin with: a definition that is only itself, say."""
+        one that compiles and allows no token to begin with, as a definition that is only itself, or has too many
+        choices behind the text with which all begin."""
         is_known = self.is_compiled(grammar)
         matcher = self._matcher(grammar)
         if matcher.is_error():
             raise GrammarError(in_one_line(matcher.get_error()))
-        if not is_known and not any(self.matcher(grammar, eos_ids=self._guessed_ends).allowed()):
+        if not is_known and (complaint := self._complaint_at_once(grammar)):
             with self._lock:
                 self._compiled.pop(grammar, None)
-            raise GrammarError("no text fits it")
+            raise GrammarError(complaint)
+
+    def _complaint_at_once(self, grammar: str) -> str:
+        """What the first steps of a request would meet."""
+        if not any(self.matcher(grammar, eos_ids=self._guessed_ends).allowed()):
+            return "no text fits it"
+        begun = self._matcher(grammar).deep_copy()
+        begun.consume_tokens(self._tokenizer.tokenize_bytes(begun.compute_ff_bytes()))
+        said = begun.get_error()  # of a mark, also that its bytes are no text
+        return in_one_line(said) if TOO_WIDE.search(said) else ""
 
     def complaint(self, grammar: str) -> str:
         """What `check` would raise, of a grammar that nobody will use; empty when nothing is wrong."""
@@ -355,9 +366,10 @@ def _ends(eos_ids: frozenset[int], guessed: frozenset[int]) -> Ends:
 
 def in_one_line(message: str, *, most: int = 300) -> str:
     """Of several lines, without the lists of all special tokens that end in thousands of characters. Of a regular
-    expression with a caret below it the place is said as a number."""
-    shown = BAD_REGEX.search(message)
-    if shown is not None:
+    expression with a caret below it the place is said as a number, and of what the parser holds what to do."""
+    if (shown := BAD_REGEX.search(message)) is not None:
         message = f"invalid regular expression, at character {len(shown[1]) + 1}: {shown[2]}"
+    elif (shown := TOO_WIDE.search(message)) is not None:
+        message = f"{shown[1]} parts of rules at one place, at most {shown[2]}: it has too many optional properties"
     line = " ".join(message.split("; following special tokens", 1)[0].split())
     return line if len(line) <= most else line[: most - 1] + "…"

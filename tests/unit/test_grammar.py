@@ -131,6 +131,17 @@ def test_what_no_text_fits_is_refused_whenever_it_is_asked_for(made: str) -> Non
             vocabulary().check(made)
 
 
+def test_an_object_of_too_many_optional_properties_is_refused_before_its_first_brace() -> None:
+    def objects(count: int) -> str:
+        properties = {f"p{number}": {"type": "integer"} for number in range(count)}
+        return grammar.from_json_schema({"type": "object", "properties": properties})
+
+    vocabulary().check(objects(400))
+    for _ in range(2):
+        with pytest.raises(GrammarError, match=r"^2399 parts of rules at one place, at most 2000: .* optional"):
+            vocabulary().check(objects(600))
+
+
 def test_an_answer_may_be_empty() -> None:
     vocabulary().check(grammar.from_regex(""))
     vocabulary().check(grammar.from_ebnf('root ::= ""'))
