@@ -401,6 +401,23 @@ def test_when_pages_run_out_the_least_urgent_gives_way() -> None:
     assert [node.tokens[one] for one in ids] == [expected_tokens(30, 60, seed=seed) for seed in (12, 10, 11)]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_was_pushed_back_and_has_outgrown_the_pool_ends_and_keeps_nobody_waiting(depth: int) -> None:
+    """Its last token needs a fifth page of four, so it can never be admitted again."""
+    world = World()
+    node = world.unified(num_pages=4, window_depth=depth, **FIRST)
+    (low,) = running(world, node, 0, max_new_tokens=500)
+    world.run_until(lambda: len(node.tokens[low]) == 64 - 40)
+    high = world.submit(node, prompt_len=20, seed=3, priority=1)
+    behind = world.submit(node, prompt_len=20, seed=4)
+    world.run()
+    assert node.state.counters.retractions == 1
+    assert node.cause(low) is Cause.OUT_OF_PAGES
+    assert node.tokens[low] == expected_tokens(40, 64 - 40 + 1, seed=10)
+    assert [node.tokens.get(one) for one in (high, behind)] == [expected_tokens(20, 4, seed=seed) for seed in (3, 4)]
+    assert_nothing_is_held(node)
+
+
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 

@@ -10,16 +10,16 @@ from msgspec import Struct
 from tandem.core.batch import BatchKind, BatchPlan, Grow, Row, num_sampled
 from tandem.core.commands import LaunchBatch
 from tandem.core.disagg.sides import PrefillSide
-from tandem.core.scheduler.leaving import end, failure, forget_command
+from tandem.core.scheduler.leaving import forget_command
 from tandem.core.scheduler.micro_batches import MicroBatch, is_last_sampled
 from tandem.core.scheduler.page_tables import lacks_page, make_room
-from tandem.core.scheduler.preemption import retract, runners, victims
+from tandem.core.scheduler.preemption import fail_for_lack_of_pages, retract, runners, victims
 from tandem.core.scheduler.prefill_delayer import is_fresh, prefill_gate
 from tandem.core.scheduler.priorities import in_precedence
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
 from tandem.core.scheduler.state import NodeState, charge_stage_as_waiting, mixes, pages_for
 from tandem.core.scheduler.window_claims import take_parts
-from tandem.core.values import BatchId, Cause, RequestId, ceil_div
+from tandem.core.values import BatchId, RequestId, ceil_div
 
 # States whose requests will give their pages back, or become victims, without a decode batch.
 GIVING_BACK = (
@@ -243,8 +243,3 @@ def leave_again(node: NodeState, members: list[Progress]) -> bool:
     for progress in early:
         node.micro_batches.leave(progress)
     return bool(early)
-
-
-def fail_for_lack_of_pages(node: NodeState, progress: Progress) -> None:
-    detail = f"{progress.length} tokens need more than the {node.pool.num_pages} pages of the pool"
-    end(node, progress, failure(node, progress, Cause.OUT_OF_PAGES, detail))

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.core.disagg.sides import Local
+from tandem.core.scheduler.leaving import end, failure
 from tandem.core.scheduler.page_tables import checkpoint, count_loads, find_prefix, give_back_if_idle, matchable_pages
 from tandem.core.scheduler.priorities import least_urgent_first, rank
 from tandem.core.scheduler.request_state import Progress, State, Trigger, is_early
 from tandem.core.scheduler.reserve import Reserve
 from tandem.core.scheduler.state import NodeState, enter, pages_for
 from tandem.core.scheduler.window_claims import claim_of, num_unclaimed
-from tandem.core.values import PageHash
+from tandem.core.values import Cause, PageHash
 
 
 def runners(node: NodeState) -> list[Progress]:
@@ -53,8 +54,18 @@ def retract(node: NodeState, progress: Progress) -> None:
 
 
 def finish_retraction(node: NodeState, progress: Progress) -> None:
-    if give_back_if_idle(node, progress):
+    """Queued again, unless it has become too long to be admitted ever again."""
+    if not give_back_if_idle(node, progress):
+        return
+    if pages_for(node, progress.length) > node.pool.num_pages:
+        fail_for_lack_of_pages(node, progress)
+    else:
         enter(node, progress, Trigger.REQUEUE, first=True)
+
+
+def fail_for_lack_of_pages(node: NodeState, progress: Progress) -> None:
+    detail = f"{progress.length} tokens need more than the {node.pool.num_pages} pages of the pool"
+    end(node, progress, failure(node, progress, Cause.OUT_OF_PAGES, detail))
 
 
 def may_preempt(node: NodeState) -> bool:
