@@ -671,6 +671,24 @@ def test_after_the_first_token_the_stall_timeout_bounds_the_gap() -> None:
     assert_nothing_is_held(node)
 
 
+def test_timers_of_those_who_have_ended_do_not_add_up_while_somebody_waits() -> None:
+    """Many have a deadline that is days away, and one that ends sooner is always there."""
+    world = World()
+    node = world.unified(max_running=1)
+    node.holds.add(BatchReturned)
+    world.submit(node)
+    for _ in range(200):
+        late = world.submit(node, timeout_ns=7 * 24 * 3600 * SECOND)
+        world.abort(node, late)
+        world.run()
+    assert len(node.state.requests) == 1
+    assert len(node.state.timers) < 70
+    assert node.wake_at == node.progress(RequestId(1)).deadline
+    node.release()
+    world.run()
+    assert_nothing_is_held(node)
+
+
 def test_a_flush_drops_what_nobody_holds() -> None:
     world = World()
     node = world.unified()

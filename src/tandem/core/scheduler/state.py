@@ -287,6 +287,15 @@ def schedule(node: NodeState, progress: Progress) -> None:
     if when is not None and (progress.timer_at is None or when < progress.timer_at):
         progress.timer_at = when
         heapq.heappush(node.timers, (when, progress.id))
+        if len(node.timers) > 2 * len(node.requests) + 64:
+            drop_stale_timers(node)
+
+
+def drop_stale_timers(node: NodeState) -> None:
+    """So that the heap is bounded by the requests that are there: it may be days until an entry comes up."""
+    known = [(progress.timer_at, progress.id) for progress in node.requests.values()]
+    node.timers = [(when, request) for when, request in known if when is not None]
+    heapq.heapify(node.timers)
 
 
 def due(node: NodeState) -> list[Progress]:
