@@ -232,6 +232,29 @@ def test_a_request_is_not_alone_while_another_one_arrives() -> None:
     assert_nothing_is_held([prefill, decode])
 
 
+@pytest.mark.parametrize("mixed_chunk", [False, True])
+def test_a_prompt_goes_on_while_who_decodes_waits_for_pages_that_arrive_for_another(mixed_chunk: bool) -> None:
+    world = World()
+    prefill = world.prefill(num_pages=64)
+    settings = {"chunk_tokens": 16, "prefill_streak": 1, "mixed_chunk": mixed_chunk}
+    decode = world.decode(num_pages=40, conservativeness=0.0, **settings)
+    grown = world.submit(decode, prompt_len=30, max_new_tokens=50)
+    world.run_until(lambda: decode.state_of(grown) is State.RUNNING)
+    decode.holds |= {PagesLanded, BatchReturned}
+    _, coming = world.pair(prefill, decode, prompt_len=90, seed=2)
+    world.run()
+    behind = world.submit(decode, prompt_len=496, seed=3)  # all that is left but one page
+    decode.release(BatchReturned)
+    world.run()
+    assert decode.state_of(coming) is State.ARRIVING
+    assert decode.tokens.get(behind) == expected_tokens(496, 4, seed=3)
+    assert decode.tokens[grown] == expected_tokens(30, 50, seed=1), "with the pages that it has given back"
+    decode.release()
+    world.run()
+    assert decode.tokens[coming] == expected_tokens(90, 4, seed=2)
+    assert_nothing_is_held([prefill, decode])
+
+
 def test_a_retracted_request_whose_kv_came_from_a_peer_is_computed_here() -> None:
     world = World()
     prefill, decode = world.prefill(), world.decode(num_pages=7, conservativeness=0.0)

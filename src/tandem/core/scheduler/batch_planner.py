@@ -52,7 +52,8 @@ def plan(node: NodeState) -> bool:
         decode: DecodeTurn | None = None
         if num_decoding and (not rows or mixes(node)):
             decode = next_decode(node)
-        if not may_begin and not rows and decode is None and not node.inflight:  # nobody decodes after all
+        are_held = not budget or not may_begin
+        if are_held and not rows and decode is None and not node.inflight:  # nobody decodes after all
             rows = prompt_rows(node, node.settings.chunk_tokens, may_begin=gate.may_begin(node, 0))
             gate.note(node, len(rows))
         if not rows and decode is None:
