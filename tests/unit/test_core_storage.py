@@ -7,6 +7,7 @@ import pytest
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens, finished
 from tandem.core.commands import FetchPages, LoadPages, LookUpPages, WritePages
 from tandem.core.events import PagesCopied, PagesFound
+from tandem.core.scheduler.queue_policy import LOOK_AHEAD
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId, ShardId
 
@@ -86,6 +87,22 @@ def test_who_waits_says_so_is_passed_over_and_computes_in_time(policy: str, kept
     assert finished(node, request).cached_tokens == 0
     node.release()
     world.run()
+    assert_nothing_is_held(node)
+
+
+@pytest.mark.parametrize("queue", [{}, {"priorities": {}}, {"schedule_policy": "lpm"}, {"schedule_policy": "lof"}])
+def test_however_many_wait_for_storage_who_comes_behind_them_starts(queue: dict[str, Any]) -> None:
+    world = World()
+    node = world.unified(**tiers(), **queue)
+    node.holds.add(PagesFound)
+    ids = [world.submit(node, seed=seed, prompt_len=LENGTH) for seed in range(LOOK_AHEAD)]
+    behind = world.submit(node, seed=LOOK_AHEAD, prompt_len=16)
+    world.run()
+    assert [node.progress(one).waiting_for for one in ids] == [WaitingFor.STORAGE] * LOOK_AHEAD
+    assert node.tokens.get(behind) == expected_tokens(16, 4, seed=LOOK_AHEAD)
+    node.release()
+    world.run()
+    assert node.ended.keys() == {*ids, behind}
     assert_nothing_is_held(node)
 
 

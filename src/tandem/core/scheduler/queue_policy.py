@@ -27,12 +27,17 @@ from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, SchedulePolicy
 from tandem.core.values import RequestId
 
-LOOK_AHEAD = 64  # queued requests looked at in one step
+LOOK_AHEAD = 64  # queued requests looked at in one step, beside those that hope for storage
+
+
+def look_ahead(node: NodeState) -> int:
+    """Who waits for storage is passed over, and keeps nobody behind it from being looked at."""
+    return LOOK_AHEAD + len(node.storage.prefetches)
 
 
 class QueuePolicy(Protocol):
     def first(self, node: NodeState) -> list[RequestId]:
-        """At most `LOOK_AHEAD` queued requests, in the order in which they are looked at."""
+        """At most `look_ahead` queued requests, in the order in which they are looked at."""
         ...
 
 
@@ -40,8 +45,8 @@ class FirstCome:
     def first(self, node: NodeState) -> list[RequestId]:
         queue = node.queues[State.QUEUED]
         if node.settings.priorities is None:
-            return list(islice(queue, LOOK_AHEAD))
-        return heapq.nsmallest(LOOK_AHEAD, queue, key=lambda request: precedence(node, node.requests[request]))
+            return list(islice(queue, look_ahead(node)))
+        return heapq.nsmallest(look_ahead(node), queue, key=lambda request: precedence(node, node.requests[request]))
 
 
 class LongestPrefix:
@@ -59,7 +64,7 @@ class LongestOutput:
             progress = node.requests[request]
             return place(node, progress, -progress.request.max_new_tokens)
 
-        return heapq.nsmallest(LOOK_AHEAD, node.queues[State.QUEUED], key=key)
+        return heapq.nsmallest(look_ahead(node), node.queues[State.QUEUED], key=key)
 
 
 def queue_policy(settings: NodeSettings) -> QueuePolicy:
