@@ -1,6 +1,7 @@
 """GGUF files are served, from a directory that is made of each of them once."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from cluster import Cluster, Server, cluster
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from transformers import Gemma2Config, Gemma3TextConfig, Phi3Config
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.model_source import BUNDLED, find_model
 from tandem.engine.digest_cache import DigestCache
+from tandem.engine.documents import ModelError
+from tandem.engine.gguf_checkpoint import make
+from tandem.engine.gguf_settings import complete
 from tandem.engine.layers.quantized import QuantizedWeight, looked_up
-from tandem.engine.model_config import read_config
+from tandem.engine.model_config import RopeConfig, parse_config, read_config
 from tandem.engine.weights import load
 
 MINI = find_model(BUNDLED)
@@ -54,8 +59,17 @@ KEPT = {  # bits of codes, and inputs of a group
 QUESTIONS = ("Calculate 9 * 13 + 48.", "Hello!", "Tom has 3 apples and buys 4 more. How many?")
 
 
-def write(file: Path, kinds: dict[str, Kind]) -> None:
-    """The bundled model as llama.cpp has it. kinds: of tensors by the end of their GGUF name; float32 is usual."""
+def write(
+    file: Path,
+    kinds: dict[str, Kind],
+    *,
+    says: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+    without: str = "",
+) -> None:
+    """The bundled model as llama.cpp has it. kinds: of tensors by the end of their GGUF name; float32 is usual.
+
+    says: what else is in the file. without: a tensor that is not.
+    """
     config = json.loads((MINI / "config.json").read_text())
     writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_context_length(config["max_position_embeddings"])
@@ -71,12 +85,15 @@ def write(file: Path, kinds: dict[str, Kind]) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     add_tokenizer(writer)
+    says(writer)
     for name, tensor in load_file(MINI / "model.safetensors").items():
         place, values = gguf_name(name), tensor.float().numpy()
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         if num := heads.get(place.split(".")[-2]):  # there, the two numbers that turn together lie side by side
             values = values.reshape(num, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
         kind = kind_of(place, kinds)
+        if place == without:
+            continue
         if kind in SCALES:  # which the package reads and does not write
             writer.add_tensor(place, drawn_blocks(values.shape, kind), raw_dtype=kind)
         elif kind is Kind.F32:
@@ -197,3 +214,144 @@ def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_pat
     for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "max_context", "eos_ids"):
         assert getattr(ours, name) == getattr(config, name)
     assert ours.norm_eps == pytest.approx(config.norm_eps)  # 32 bits there
+
+
+# --- what transformers does not read ---------------------------------------------------------------------------------
+
+FACTORS = [1.0 + pair / 4 for pair in range(16)]  # of the bundled model's heads
+LONGROPE = {"short_factor": FACTORS, "attention_factor": 1.0, "original_max_position_embeddings": 8192}
+
+
+def factors(values: list[float]) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def stretched(kind: gguf.RopeScalingType, *, trained: int | None = None) -> Callable[[gguf.GGUFWriter], None]:
+    def says(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(kind)
+        writer.add_rope_scaling_factor(4.0)
+        if trained is not None:
+            writer.add_rope_scaling_orig_ctx_len(trained)
+
+    return says
+
+
+@pytest.mark.parametrize(
+    ("says", "rope"),
+    [
+        (lambda writer: writer.add_tensor("rope_freqs.weight", factors(FACTORS)), ("longrope", LONGROPE)),
+        (stretched(gguf.RopeScalingType.LINEAR), ("linear", {"factor": 4.0})),
+        (
+            stretched(gguf.RopeScalingType.YARN, trained=2048),
+            ("yarn", {"factor": 4.0, "original_max_position_embeddings": 2048}),
+        ),
+        (stretched(gguf.RopeScalingType.NONE), ("default", {})),
+    ],
+    ids=["freqs", "linear", "yarn", "none"],
+)
+def test_how_a_file_stretches_positions_is_computed(
+    tmp_path: Path, says: Callable[[gguf.GGUFWriter], object], rope: tuple[str, dict[str, Any]]
+) -> None:
+    write(tmp_path / "mini.gguf", {}, says=says)
+    make(tmp_path / "mini.gguf", tmp_path / "made")
+    found = read_config(tmp_path / "made")
+    assert (found.rope, found.max_context) == (RopeConfig(rope[0], 10_000.0, rope[1]), 8192)
+
+
+@pytest.mark.parametrize(
+    ("says", "without", "reason"),
+    [
+        (None, "blk.1.ffn_down.weight", r"no tensor for model\.layers\.1\.mlp\.down_proj\.weight and 0 other"),
+        ("blk.0.attn_q.bias", "", r"the tensor blk\.0\.attn_q\.bias is in it, and transformers has no place"),
+        ("blk.2.post_ffw_norm.weight", "", r"the tensor blk\.2\.post_ffw_norm\.weight is in it"),
+    ],
+)
+def test_no_tensor_is_made_up_or_left_away(tmp_path: Path, says: str | None, without: str, reason: str) -> None:
+    added = np.ones(256, np.float32)
+    write(
+        tmp_path / "mini.gguf",
+        {},
+        says=lambda writer: says and writer.add_tensor(says, added),
+        without=without,
+    )
+    with pytest.raises(ModelError, match=reason):
+        make(tmp_path / "mini.gguf", tmp_path / "made")
+
+
+def reader(tmp_path: Path, architecture: str, fields: dict[str, float | str], tensors: tuple[str, ...] = ()) -> Any:
+    """Of a file that says this."""
+    writer = gguf.GGUFWriter(str(tmp_path / "some.gguf"), architecture)
+    for name, value in fields.items():
+        kind = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING}
+        writer.add_key_value(f"{architecture}.{name}", value, kind[type(value)])
+    for name in tensors:
+        writer.add_tensor(name, factors([1.0, 2.0, 3.0]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return gguf.GGUFReader(tmp_path / "some.gguf")
+
+
+def completed(config: Any, architecture: str, said: Any) -> Any:
+    config.architectures = [architecture]
+    complete(config, said)
+    return parse_config(json.loads(config.to_json_string()), generation={})
+
+
+SMALL = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 300}
+
+
+@pytest.mark.parametrize(("layers", "divisor"), [(4, None), (46, 8.0)], ids=["as heads are", "as the hidden size is"])
+def test_scores_of_a_gemma_are_divided_as_llama_cpp_divides_them(
+    tmp_path: Path, layers: int, divisor: float | None
+) -> None:
+    said = reader(tmp_path, "gemma2", {"attn_logit_softcapping": 7.5, "final_logit_softcapping": 3.5})
+    config = Gemma2Config(**SMALL, head_dim=12, num_hidden_layers=layers)
+    found = completed(config, "Gemma2ForCausalLM", said)
+    assert (found.score_divisor, found.attention_cap, found.logit_cap) == (divisor, 7.5, 3.5)
+
+
+def test_positions_of_a_gemma_3_are_stretched_where_it_has_no_window(tmp_path: Path) -> None:
+    said = reader(tmp_path, "gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    found = completed(Gemma3TextConfig(**SMALL, head_dim=12), "Gemma3ForCausalLM", said)
+    assert found.rope == RopeConfig("linear", 1_000_000.0, {"factor": 8.0})
+    assert (found.local_rope, found.score_divisor) == (RopeConfig("default", 10_000.0, {}), None)
+
+
+def test_a_phi_3_has_its_window_its_factors_and_its_part_of_a_head(tmp_path: Path) -> None:
+    said = reader(
+        tmp_path,
+        "phi3",
+        {
+            "attention.sliding_window": 99,
+            "rope.dimension_count": 6,
+            "rope.scaling.attn_factor": 1.25,
+            "rope.scaling.original_context_length": 256,
+        },
+        ("rope_factors_short.weight", "rope_factors_long.weight"),
+    )
+    found = completed(Phi3Config(**SMALL, pad_token_id=None, eos_token_id=2), "Phi3ForCausalLM", said)
+    assert (found.sliding_window, found.max_context) == (99, 256)
+    assert found.rope.parameters == {
+        "short_factor": [1.0, 2.0, 3.0],
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 256,
+        "partial_rotary_factor": 0.75,
+    }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention.scale": 0.5},
+        {"logit_scale": 2.0},
+        {"rope.scaling.attn_factor": 1.5},
+        {"rope.scaling.type": "su"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_would_compute_something_else_is_refused_by_name(tmp_path: Path, fields: dict[str, float | str]) -> None:
+    said = reader(tmp_path, "gemma2", fields)
+    with pytest.raises(ModelError, match=rf"gemma2\.{next(iter(fields)).rpartition('.')[0]}.* not supported"):
+        completed(Gemma2Config(**SMALL, head_dim=12), "Gemma2ForCausalLM", said)

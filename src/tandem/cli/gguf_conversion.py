@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from tandem.engine.documents import ModelError
+
 NEEDS = "it takes the packages of `pip install tandem-llm[gguf]`"
 
 
@@ -19,6 +21,8 @@ def main() -> int:
         return failed(f"{NEEDS} ({error})")
     try:
         gguf_checkpoint.make(file, folder)
+    except ModelError as error:
+        return failed(str(error))
     except Exception as error:  # two libraries, and any bytes
         return failed(f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason'}")
     return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from tandem.cli.failure import CommandFailed
 from tandem.engine import digest_cache
 
-FORM = 2  # of the directories; those of another one are made anew
+FORM = 3  # of the directories; those of another one are made anew
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from tandem.engine.gguf_codes import CodedRows
+from tandem.engine.gguf_settings import complete, refuse_lost
 from tandem.engine.models.table import FAMILIES
 from tandem.engine.quantized_formats import GGUF_CONFIG, gguf_tensors
 
@@ -23,18 +24,22 @@ LINEAR = re.compile(r"(.*\.layers\..*_proj|model\.embed_tokens|lm_head)\.weight"
 
 
 def make(file: Path, folder: Path) -> None:
-    """Takes memory for all weights, as float16 of a quantised file. Raises whatever the two libraries raise."""
+    """Takes memory for all weights, as float16 of a quantised file. Raises ModelError, and whatever the two libraries
+    raise.
+    """
     transformers.utils.logging.disable_progress_bar()
     reader = gguf.GGUFReader(file)
     dtype = dtype_for({tensor.tensor_type.name for tensor in reader.tensors})
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, output_loading_info=True)
     tokenizer.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     name, config, weights = type(model).__name__, model.config, model.state_dict()
     del model  # so that weights are gone as soon as there are codes of them
     config.architectures = [name]
+    refuse_lost(reader, list(weights), sorted(told["missing_keys"]))
+    complete(config, reader)
     save(config, weights, dtype, reader, folder)
 
 
