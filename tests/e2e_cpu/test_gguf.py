@@ -12,6 +12,7 @@ import torch
 from cluster import Cluster, Server, cluster
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
+from tiny_models import make_qwen3_moe
 from tokenizers import Tokenizer
 from transformers import Gemma2Config, Gemma3TextConfig, Phi3Config
 
@@ -19,7 +20,7 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.model_source import BUNDLED, find_model
 from tandem.engine.digest_cache import DigestCache
 from tandem.engine.documents import ModelError
-from tandem.engine.gguf_checkpoint import make
+from tandem.engine.gguf_checkpoint import make, save
 from tandem.engine.gguf_settings import complete
 from tandem.engine.layers.quantized import QuantizedWeight, looked_up
 from tandem.engine.model_config import RopeConfig, parse_config, read_config
@@ -214,6 +215,15 @@ def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_pat
     for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "max_context", "eos_ids"):
         assert getattr(ours, name) == getattr(config, name)
     assert ours.norm_eps == pytest.approx(config.norm_eps)  # 32 bits there
+
+
+def test_experts_are_kept_as_checkpoints_have_them(tmp_path: Path) -> None:
+    model = make_qwen3_moe(tmp_path / "checkpoint")
+    save(model.config, model.state_dict(), torch.float32, None, tmp_path / "made")
+    expected, made = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint", "made"))
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
+    load(tmp_path / "made", cache=DigestCache(None))
 
 
 # --- what transformers does not read ---------------------------------------------------------------------------------

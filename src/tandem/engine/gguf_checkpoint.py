@@ -6,6 +6,7 @@ as float16.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any  # a model of transformers, a reader of gguf
 
@@ -21,6 +22,7 @@ from tandem.engine.models.table import FAMILIES
 from tandem.engine.quantized_formats import GGUF_CONFIG, gguf_tensors
 
 LINEAR = re.compile(r"(.*\.layers\..*_proj|model\.embed_tokens|lm_head)\.weight")
+EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all of a layer, as transformers 5 keeps them
 
 
 def make(file: Path, folder: Path) -> None:
@@ -54,7 +56,7 @@ def save(config: Any, weights: dict[str, Tensor], dtype: torch.dtype, reader: An
     if coded:
         config.quantization_config = GGUF_CONFIG
     config.save_pretrained(folder)
-    plain = {name: tensor.contiguous() for name, tensor in weights.items()}
+    plain = {name: tensor.contiguous() for name, tensor in one_by_one(weights)}
     safetensors.torch.save_file(plain | coded, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -68,6 +70,18 @@ def codes_in_place(weights: dict[str, Tensor], reader: Any) -> dict[str, Tensor]
             del weights[name]
             coded |= gguf_tensors(linear[1], found)
     return coded
+
+
+def one_by_one(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each expert for itself, as checkpoints have them."""
+    for name, tensor in weights.items():
+        experts = EXPERTS.fullmatch(name)
+        if experts is None:
+            yield name, tensor
+            continue
+        kinds = ("gate", "up") if experts[2] == "gate_up" else ("down",)
+        for kind, those in zip(kinds, tensor.chunk(len(kinds), dim=1), strict=True):
+            yield from ((f"{experts[1]}.{index}.{kind}_proj.weight", expert) for index, expert in enumerate(those))
 
 
 def dtype_for(kinds: set[str]) -> torch.dtype:
