@@ -203,6 +203,21 @@ def test_the_window_stays_short_in_a_long_stream() -> None:
         assert len(stream._ids) < 12
 
 
+def test_a_token_that_is_a_replacement_character_is_not_held_back(tmp_path: Path) -> None:
+    definition = json.loads(llama_like().to_str())
+    vocabulary = definition["model"]["vocab"]
+    replacement, byte = len(vocabulary), vocabulary["<0xE6>"]
+    vocabulary["\N{REPLACEMENT CHARACTER}"] = replacement
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    tokenizer = Loaded(tmp_path)
+    stream = WindowDetokenizer(tokenizer, True, [replacement])
+    for _ in range(50):
+        assert stream.add(replacement) == "\N{REPLACEMENT CHARACTER}"
+        assert len(stream._ids) == 1
+    ids = [replacement, byte, replacement, byte, byte, *tokenizer.encode("日 fox"), replacement]
+    assert streamed(tokenizer, ids, True) == tokenizer.decode(ids)
+
+
 def test_a_special_token_between_two_words_keeps_the_space(tmp_path: Path) -> None:
     llama_like().save(str(tmp_path / "tokenizer.json"))
     tokenizer = Loaded(tmp_path)

@@ -109,10 +109,12 @@ class WindowDetokenizer:
         if not self._is_seen(id):
             return ""
         self._ids.append(id)
-        if byte_of(self._tokenizer.token_name(id)) is not None:
+        name = self._tokenizer.token_name(id) or ""
+        if byte_of(name) is not None:
             return ""  # one bad byte turns its whole run into U+FFFD, so a run is certain only at its end
         text = self._decode(self._ids)
-        return "" if text.endswith(REPLACEMENT) else self._emit(text)
+        may_change = text.endswith(REPLACEMENT) and not name.endswith(REPLACEMENT)  # some vocabularies have it
+        return "" if may_change else self._emit(text)
 
     def finish(self) -> str:
         return self._emit(self._decode(self._ids))
