@@ -72,6 +72,12 @@ def test_a_command_without_a_standard_stream_does_its_work(stream: str) -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none_is_wrong_usage_of_up(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--port", str(port)]) == 2
+    assert capsys.readouterr().err == "tandem: error: --port takes 0 to 65535\n"
+
+
 def test_text_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(chat, "run", lambda args: "\ud800".encode())
     assert cli.run_command("chat", []) == 1

@@ -279,7 +279,9 @@ def server_flags_of(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def listen(port: int) -> socket.socket:
-    """Raises CommandFailed when the port is taken."""
+    """Raises CommandFailed when the port is taken, or none."""
+    if not 0 <= port < 1 << 16:
+        raise CommandFailed("--port takes 0 to 65535", is_wrong_usage=True)
     try:
         return socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
     except OSError as error:
