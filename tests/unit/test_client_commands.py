@@ -267,6 +267,7 @@ def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
         ("--prefill http://a:1 --decode http://b:1 --request-timeout 604801", "timeouts are at most 604800 seconds"),
         ("--prefill http://a:1 --decode http://d:4 --retries -1", "--retries"),
         ("--prefill http://a:1 --decode http://d:4 --port 70000", "--port takes 0 to 65535"),
+        ("--prefill http://a:1 --decode http://d:4 --fd -1", "--fd takes the number"),
         ("--prefill http://a:1 --decode http://d:4 --drain-timeout -1", "--drain-timeout must not be negative"),
         ("--prefill http://a:99999 --decode http://d:4", "no valid port"),
         ("--prefill http://a:1 --decode http://d:4 --cache-threshold 0.5", "--cache-threshold: only with a policy"),

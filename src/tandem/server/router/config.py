@@ -147,6 +147,7 @@ class RouterConfig(DoorConfig):
             *self._policy_rules(),
             *self._breaker_rules(),
             (not 0 <= self.port < 1 << 16, "--port takes 0 to 65535"),
+            (self.fd is not None and self.fd < 0, "--fd takes the number of an open file descriptor"),
             (self.request_timeout <= 0 or self.stall_timeout <= 0, "timeouts must be positive"),
             (max(self.request_timeout, self.stall_timeout, self.drain_timeout) > MAX_TIMEOUT_SECONDS, TOO_LATE),
             (self.health_check_interval <= 0, "--health-check-interval must be positive"),
