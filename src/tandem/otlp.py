@@ -32,10 +32,10 @@ def protocol_of(endpoint: str) -> Protocol:
 
 
 def is_endpoint(text: str) -> bool:
-    parts = urlsplit(text if "://" in text else f"//{text}")
     try:
+        parts = urlsplit(text if "://" in text else f"//{text}")
         return parts.scheme in SCHEMES and bool(parts.hostname) and (bool(parts.scheme) or bool(parts.port))
-    except ValueError:  # no port at all
+    except ValueError:  # no port at all, or half an IPv6 address
         return False
 
 

@@ -270,6 +270,7 @@ def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
         ("--prefill http://a:1 --decode http://d:4 --fd -1", "--fd takes the number"),
         ("--prefill http://a:1 --decode http://d:4 --drain-timeout -1", "--drain-timeout must not be negative"),
         ("--prefill http://a:99999 --decode http://d:4", "no valid port"),
+        ("--prefill http://[::1 --decode http://d:4", r"http://\[::1 is not the URL of a server"),
         ("--prefill http://a:1 --decode http://d:4 --cache-threshold 0.5", "--cache-threshold: only with a policy"),
         (
             "--prefill http://a:1 --decode http://d:4 --prefill-policy least_load --decode-policy least_load "

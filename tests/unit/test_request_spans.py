@@ -204,6 +204,8 @@ def test_the_endpoint_says_how_to_speak_to_it(endpoint: str, protocol: str, monk
         assert protocol_of(endpoint) == other
 
 
-@pytest.mark.parametrize("text", ["", "collector", "collector:", "collector:port", "ftp://collector:1", "http://"])
+@pytest.mark.parametrize(
+    "text", ["", "collector", "collector:", "collector:port", "ftp://collector:1", "http://", "http://[::1"]
+)
 def test_what_names_no_collector_is_refused(text: str) -> None:
     assert not is_endpoint(text)

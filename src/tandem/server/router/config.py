@@ -207,7 +207,10 @@ def nanos(seconds: float) -> Nanos:
 def make_worker(index: int, role: Role, url: str, bootstrap_port: int | None = None) -> RegisteredWorker:
     """Of an URL in whatever spelling. Raises ValueError with a sentence for the user when `url` is none."""
     full = url if "://" in url else f"http://{url}"
-    parts = urlsplit(full)
+    try:
+        parts = urlsplit(full)
+    except ValueError as error:
+        raise ValueError(f"{url} is not the URL of a server ({error})") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(f"{url} is not the URL of a server, like http://127.0.0.1:30001")
     if "@" in parts.netloc:
