@@ -20,6 +20,9 @@ from tandem.several_hosts import is_loopback
 
 MOST_THREADS = 1024
 MOST_RUNNING = 1 << 16  # tables of that many rows are made at start
+MOST_DIGITS = 18
+MOST_GB = 1e9  # in bytes well within 64 bits, in which settings travel
+MOST_MS = MAX_TIMEOUT_SECONDS * 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,6 +511,11 @@ RULES: tuple[ConfigRule, ...] = (
     ),
     ConfigRule(lambda c: c.pp_min_micro_batch_size < 1, "--pp-min-micro-batch-size must be at least 1"),
     ConfigRule(lambda c: c.max_prefill_stall_ms < 0, "--max-prefill-stall-ms must not be negative"),
+    ConfigRule(
+        lambda c: max(c.max_prefill_stall_ms, c.prefill_delayer_max_delay_ms) > MOST_MS,
+        f"--max-prefill-stall-ms and --prefill-delayer-max-delay-ms are at most {MOST_MS:.0f}: "
+        "no request may have more",
+    ),
     ConfigRule(lambda c: not 0 <= c.swa_full_tokens_ratio < 1, "--swa-full-tokens-ratio must be between 0 and 1"),
     ConfigRule(
         lambda c: c.swa_full_tokens_ratio > 0 and c.disable_hybrid_swa_memory,
@@ -516,6 +524,10 @@ RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         lambda c: c.hicache_ratio <= 0 or c.hicache_size < 0,
         "--hicache-ratio must be positive, and --hicache-size not negative",
+    ),
+    ConfigRule(
+        lambda c: max(c.hicache_size, c.hicache_storage_size) > MOST_GB,
+        f"--hicache-size and --hicache-storage-size are at most {MOST_GB:.0f} GB",
     ),
     ConfigRule(lambda c: c.hicache_storage_backend not in (None, *storage_config.BACKENDS), storage_config.REFUSED),
     ConfigRule(
@@ -630,7 +642,8 @@ def local_prefill_tokens(text: str) -> int | None:
     """The number in `--disaggregation-local-prefill`, 0 for `off` and `auto`; None: it is none of the three."""
     if text in ("off", "auto"):
         return 0
-    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+    is_number = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
+    return int(text) if is_number and int(text) > 0 else None
 
 
 # --- environment -----------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 PREFILL = ("--disaggregation-mode", "prefill")
 NO_DECODE_CACHE = ("--no-disaggregation-decode-enable-radix-cache",)
+DELAYER = ("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "0.1")
+STORAGE = ("--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--hicache-storage-dir", "pages")
 PRIORITIES = ("--enable-priority-scheduling",)
 LOW_FIRST = ("--schedule-low-priority-values-first",)
 TIMEOUTS = ("request", "stall", "watchdog", "drain", "dist")
@@ -156,6 +158,14 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         ([*PRIORITIES, "--priority-scheduling-preemption-threshold", "-1"], "must not be negative"),
         ([*PRIORITIES, *PREFILL, "--priority-scheduling-preemption-threshold", "3"], "for unified and decode"),
         (["--drain-timeout", "-1"], "must not be negative"),
+        (["--max-prefill-stall-ms", "9000000000000000000"], "--max-prefill-stall-ms and .* are at most 604800000"),
+        ([*DELAYER, "--prefill-delayer-max-delay-ms", "1e300"], "--prefill-delayer-max-delay-ms are at most 604800000"),
+        (["--enable-hierarchical-cache", "--hicache-size", "1e300"], "--hicache-size and .* are at most 1000000000 GB"),
+        ([*STORAGE, "--hicache-storage-size", "1e300"], "--hicache-storage-size are at most 1000000000 GB"),
+        *(
+            (["--disaggregation-mode", "decode", "--disaggregation-local-prefill", digits], "takes off, auto or")
+            for digits in ("9" * 20, "9" * 5000)
+        ),
         (["--flight-record-max-bytes", "0"], "--flight-record-max-bytes must be at least 1"),
         (["--chunked-prefill-size", "8"], "at least one page"),
         (["--max-running-requests", "0"], "--max-running-requests"),
