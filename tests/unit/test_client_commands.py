@@ -280,6 +280,10 @@ def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
         ("--prefill http://a:1 --decode http://d:4 --policy cache_aware --cache-threshold 2", "takes 0 to 1"),
         ("--prefill http://a:1 --decode http://d:4 --cb-failure-threshold 0", "must be at least 1"),
         ("--prefill http://a:1 --decode http://d:4 --cb-timeout-duration-secs 0", "must be positive"),
+        *(
+            (f"--prefill http://a:1 --decode http://d:4 --{name} 1e300", f"--{name}.* at most 604800")
+            for name in ("health-check-interval", "cb-timeout-duration-secs", "cb-window-duration-secs")
+        ),
         (
             "--prefill http://a:1 --decode http://d:4 --cb-success-threshold 3 --disable-circuit-breaker",
             "--cb-success-threshold: not with",

@@ -151,6 +151,11 @@ class RouterConfig(DoorConfig):
             (self.request_timeout <= 0 or self.stall_timeout <= 0, "timeouts must be positive"),
             (max(self.request_timeout, self.stall_timeout, self.drain_timeout) > MAX_TIMEOUT_SECONDS, TOO_LATE),
             (self.health_check_interval <= 0, "--health-check-interval must be positive"),
+            (
+                max(self.health_check_interval, *self._breaker_seconds()) > MAX_TIMEOUT_SECONDS,
+                "--health-check-interval, --cb-timeout-duration-secs and --cb-window-duration-secs are at most "
+                f"{MAX_TIMEOUT_SECONDS:g}",
+            ),
             (self.retries < 0 or self.drain_timeout < 0, "--retries and --drain-timeout must not be negative"),
             (
                 bool(self.allow_credentials or self.allowed_methods or self.allowed_headers)
@@ -188,12 +193,16 @@ class RouterConfig(DoorConfig):
     def _breaker_rules(self) -> list[tuple[bool, str]]:
         names = ("failure_threshold", "success_threshold", "timeout_duration_secs", "window_duration_secs")
         given = self._given(*(f"cb_{name}" for name in names))
-        settings = self._breaker()
+        counts = [n for n in (self.cb_failure_threshold, self.cb_success_threshold) if n is not None]
         return [
             (bool(given) and self.disable_circuit_breaker, f"{given}: not with --disable-circuit-breaker"),
-            (min(settings.failures, settings.successes) < 1, "thresholds of the circuit breaker must be at least 1"),
-            (min(settings.timeout_ns, settings.window_ns) < 1, "durations of the circuit breaker must be positive"),
+            (min(counts, default=1) < 1, "thresholds of the circuit breaker must be at least 1"),
+            (min(self._breaker_seconds()) * SECOND < 1, "durations of the circuit breaker must be positive"),
         ]
+
+    def _breaker_seconds(self) -> list[float]:
+        """Its durations, one that is not given as 1."""
+        return [1.0 if s is None else s for s in (self.cb_timeout_duration_secs, self.cb_window_duration_secs)]
 
     def _given(self, *names: str) -> str:
         """Those flags that have a value, as they are written."""
