@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,8 @@ TANDEM = [sys.executable, "-m", "tandem.cli.main"]
 
 @contextmanager
 def breaks_off(said: bytes) -> Iterator[Any]:
-    """A server that says this of a body in chunks, and goes away."""
+    """A server that says this of a body in chunks, and goes away. It keeps the heads of requests."""
+    heads: list[Message] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -32,6 +34,7 @@ def breaks_off(said: bytes) -> Iterator[Any]:
             pass
 
         def do_POST(self) -> None:
+            heads.append(self.headers)
             self.rfile.read(int(self.headers["content-length"]))
             self.send_response(200)
             self.send_header("transfer-encoding", "chunked")
@@ -42,7 +45,7 @@ def breaks_off(said: bytes) -> Iterator[Any]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            yield SimpleNamespace(name="decode-0", port=server.server_port)
+            yield SimpleNamespace(name="decode-0", port=server.server_port, heads=heads)
         finally:
             server.shutdown()
 
@@ -51,6 +54,16 @@ def breaks_off(said: bytes) -> Iterator[Any]:
 def test_an_answer_that_breaks_off_is_told_with_who_it_was(said: bytes) -> None:
     with breaks_off(said) as server, pytest.raises(CommandFailed, match="decode-0"):
         demo.ask(server, [1], demo.Screen(is_quiet=True))
+
+
+def test_a_pair_whose_key_is_in_the_environment_is_told_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "first\nsecond\n")
+    with breaks_off(b"0\r\n\r\n") as server:
+        demo.post(server, "/generate", {}).read()
+        assert server.heads[-1]["authorization"] == "Bearer first"
+        monkeypatch.delenv("TANDEM_API_KEY")
+        demo.post(server, "/generate", {}).read()
+        assert "authorization" not in server.heads[-1]
 
 
 def test_what_the_system_refuses_a_pair_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

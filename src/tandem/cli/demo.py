@@ -7,6 +7,7 @@ went, and whether the one engine gave the same tokens.
 import argparse
 import http.client
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any  # JSON documents
 from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import Member, serve_words, start_pd, temporary_fleet
 from tandem.cli.ports import free_ports
+from tandem.server.keys import key_text
 
 MODEL = "tandem/mini"
 PROMPT = (  # of a kind that the bundled model has learned, and answers rightly
@@ -114,7 +116,7 @@ def ask(server: Member, tokens: list[int], screen: Screen) -> TimedAnswer:
 def post(server: Member, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **authorization()})
         reply = connection.getresponse()
         if reply.status != 200:
             raise CommandFailed(
@@ -123,6 +125,12 @@ def post(server: Member, path: str, body: dict[str, Any]) -> http.client.HTTPRes
     except (OSError, http.client.HTTPException) as error:
         raise CommandFailed(f"{server.name} does not answer: {error}") from error
     return reply
+
+
+def authorization() -> dict[str, str]:
+    """Where the environment holds keys, the servers have them too, and would not start with one that cannot be sent."""
+    keys = key_text("--api-key", None, None, os.environ)
+    return {} if keys is None else {"Authorization": f"Bearer {keys.splitlines()[0]}"}
 
 
 def generated(server: Member, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
