@@ -90,6 +90,11 @@ def is_origin(text: str) -> bool:
     return text in ("*", "null") or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", text) is not None
 
 
+def is_token(text: str) -> bool:
+    """A word that a header may have as its name, or hold in a list of such."""
+    return re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text) is not None
+
+
 def is_network(text: str) -> bool:
     try:
         ip_network(text)
@@ -113,6 +118,11 @@ DOOR_RULES: tuple[ConfigRule, ...] = (
         lambda c: not all(map(is_origin, c.allowed_origins)),
         "--allowed-origins takes * or origins like https://example.org:8443, without a path",
     ),
+    ConfigRule(
+        lambda c: not all(is_token(text) and text == text.upper() for text in c.allowed_methods),
+        "--allowed-methods takes methods in capital letters, as browsers say them, or *",
+    ),
+    ConfigRule(lambda c: not all(map(is_token, c.allowed_headers)), "--allowed-headers takes names of headers, or *"),
     ConfigRule(
         lambda c: c.allow_credentials and "*" in c.allowed_origins,
         "--allow-credentials with --allowed-origins '*' would lend every user's cookies to any page: name the origins",

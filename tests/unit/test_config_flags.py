@@ -43,6 +43,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 PREFILL = ("--disaggregation-mode", "prefill")
 NO_DECODE_CACHE = ("--no-disaggregation-decode-enable-radix-cache",)
+PAGES = ("--allowed-origins", "https://a.example")
 DELAYER = ("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "0.1")
 STORAGE = ("--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--hicache-storage-dir", "pages")
 PRIORITIES = ("--enable-priority-scheduling",)
@@ -158,6 +159,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         ([*PRIORITIES, "--priority-scheduling-preemption-threshold", "-1"], "must not be negative"),
         ([*PRIORITIES, *PREFILL, "--priority-scheduling-preemption-threshold", "3"], "for unified and decode"),
         (["--drain-timeout", "-1"], "must not be negative"),
+        *(([*PAGES, "--allowed-methods", text], "methods in capital letters") for text in ("get", "G T", "", "GET,€")),
+        *(([*PAGES, "--allowed-headers", text], "names of headers") for text in ("X-€", "x: y", "", "a\nb")),
         (["--max-prefill-stall-ms", "9000000000000000000"], "--max-prefill-stall-ms and .* are at most 604800000"),
         ([*DELAYER, "--prefill-delayer-max-delay-ms", "1e300"], "--prefill-delayer-max-delay-ms are at most 604800000"),
         (["--enable-hierarchical-cache", "--hicache-size", "1e300"], "--hicache-size and .* are at most 1000000000 GB"),
