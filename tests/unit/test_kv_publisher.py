@@ -46,6 +46,12 @@ def config(**fields: Any) -> tuple[KvEventsConfig, int, int]:
     return KvEventsConfig(**{**endpoints, **fields}), port, replay_port
 
 
+def test_an_endpoint_of_ipv6_is_bound() -> None:
+    port, replay_port = free_ports(2)
+    chosen = KvEventsConfig(endpoint=f"tcp://[::]:{port}", replay_endpoint=f"tcp://[::1]:{replay_port}")
+    publisher(chosen).close()
+
+
 # --- what is on the wire ---------------------------------------------------------------------------------------------
 
 

@@ -84,6 +84,7 @@ class KvPublisher:
 
     def _open(self, sock: "zmq.Socket[bytes]", endpoint: str, *, binds: bool) -> None:
         place = at_rank(endpoint, self._dp_rank)
+        sock.setsockopt(zmq.IPV6, int("[" in place))
         try:
             if binds:
                 sock.bind(place)
