@@ -12,14 +12,22 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from seen_spans import SeenSpan
+from tandem.cli import main as cli
 from tandem.metrics.request_stats import SECOND_NS, RequestRecord
 from tandem.metrics.stage_spans import GENERATION, span_attributes, stage_spans
 from tandem.otlp import PROTOCOL_VARIABLE, is_endpoint, protocol_of
-from tandem.server import otel
+from tandem.server import logs, otel
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.otel import OtelTracing, QuietExporter
 from tandem.server.request_spans import tell_spans
-from tandem.server.tracing import NO_SPAN, NO_TRACING, ending_with_errors, make_tracing, response_headers
+from tandem.server.tracing import (
+    NO_SPAN,
+    NO_TRACING,
+    TracingRefused,
+    ending_with_errors,
+    make_tracing,
+    response_headers,
+)
 
 STAGES = ("edge_receive", "decode_bootstrap", "prefill_forward", "decode_transferred", "edge_send")
 
@@ -102,6 +110,18 @@ def test_without_tracing_nothing_is_made_and_nothing_is_said() -> None:
     span = never.begin("POST", {"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}, 0)
     assert span is NO_SPAN is span.child("part", 0)
     assert response_headers(span) == {}
+
+
+def test_variables_that_opentelemetry_refuses_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")  # less than a batch
+    with pytest.raises(TracingRefused, match="max_queue_size"):
+        make_tracing(is_enabled=True, endpoint="nowhere:1", service="", attributes={}, note=print)
+    monkeypatch.setattr(logs, "set_up", lambda *_, **__: None)
+    words = "router --prefill http://127.0.0.1:1 --decode http://127.0.0.1:2 --port 0 --enable-trace"
+    assert cli.main(words.split()) == 1
+    assert capsys.readouterr().err.startswith("tandem: error: --enable-trace: OpenTelemetry refuses")
 
 
 # --- OpenTelemetry ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from tandem.server import logs
 from tandem.server.exposure import open_to_others
 from tandem.server.router.app import listen, serve_router
 from tandem.server.router.config import RouterConfig, make_worker
+from tandem.server.tracing import TracingRefused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger("tandem.router").warning(warning)
     host = f"[{config.host}]" if ":" in config.host else config.host
     logs.say(f"tandem router listens on http://{host}:{listener.getsockname()[1]}")
-    serve_router(config, listener)
+    try:
+        serve_router(config, listener)
+    except TracingRefused as refused:
+        raise CommandFailed(str(refused)) from refused
     return 0
 
 

@@ -37,6 +37,7 @@ from tandem.server.exposure import open_to_others
 from tandem.server.hosts.follower import follow
 from tandem.server.processes import STOP_SIGNALS, ServerFailure, bind_listeners, cluster_secret
 from tandem.server.start import serve, with_ports
+from tandem.server.tracing import TracingRefused
 
 logger = logging.getLogger("tandem.serve")
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             serve(with_ports(config, listeners), listeners, model)
         finally:
             listeners.close()
-    except ServerFailure as failure:
+    except (ServerFailure, TracingRefused) as failure:
         raise CommandFailed(str(failure)) from failure
     return 0
 

@@ -16,6 +16,10 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 Value = str | int | float | bool
 
 
+class TracingRefused(Exception):
+    """One line: what OpenTelemetry says of its variables."""
+
+
 class Span(Protocol):
     """Ends once; what is said of it afterwards changes nothing."""
 
@@ -73,11 +77,14 @@ NO_TRACING: Tracing = NoTracing()
 def make_tracing(
     *, is_enabled: bool, endpoint: str, service: str, attributes: Mapping[str, Value], note: Callable[[str], None]
 ) -> Tracing:
-    """note: gets a line now and then while the collector takes nothing."""
+    """note: gets a line now and then while the collector takes nothing. Raises TracingRefused."""
     if not is_enabled:
         return NO_TRACING
     otel = import_module("tandem.server.otel")  # only here: an extra brings what it imports
-    tracing: Tracing = otel.OtelTracing(endpoint, service=service, attributes=attributes, note=note)
+    try:
+        tracing: Tracing = otel.OtelTracing(endpoint, service=service, attributes=attributes, note=note)
+    except ValueError as error:
+        raise TracingRefused(f"--enable-trace: OpenTelemetry refuses what OTEL_* say: {error}") from error
     return tracing
 
 
