@@ -57,6 +57,7 @@ def test_synonyms_lead_to_flags_that_are_there_and_hide_none() -> None:
         ("more", ["unknown argument more; see"]),
         ("--num-speculative-tokens 3", ["--num-speculative-tokens: speculative decoding is not there"]),
         ("--load-format gguf", ["--load-format: there is no such flag: safetensors and GGUF are read"]),
+        ("--disaggregation-ib-device mlx5_0", ["set UCX_NET_DEVICES", "--disaggregation-transfer-backend nixl"]),
         ("--block-size 3 --lora-paths x", ["here it is --page-size", "LoRA adapters are not served"]),
     ],
 )

@@ -83,7 +83,7 @@ SYNONYMS: dict[str, str] = {
     ),
     "--scheduling-policy": "see --schedule-policy and --enable-priority-scheduling",
     "--enable-expert-parallel": "expert parallelism is not there; --tp-size cuts the experts",
-    "--disaggregation-ib-device": "there is no RDMA: KV travels over sockets",
+    "--disaggregation-ib-device": "set UCX_NET_DEVICES in the environment, see --disaggregation-transfer-backend nixl",
     "--swap-space": "there is no such flag: a request that has no room is computed again",
     "--cpu-offload-gb": "there is no such flag: weights stay where --device has them",
     "--ssl-keyfile": "TLS is for a proxy in front of it",
