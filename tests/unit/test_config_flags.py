@@ -509,6 +509,12 @@ def test_a_variable_that_is_out_of_range_is_refused_by_name(
             assert failure.value.is_wrong_usage
 
 
+def test_the_page_of_flags_has_every_spelling_of_them() -> None:
+    page = (DOCS / "flags.md").read_text()
+    spellings = [option for action in parser()._actions for option in action.option_strings]
+    assert [option for option in spellings if f"`{option}" not in page and option not in ("-h", "--help")] == []
+
+
 def test_the_page_of_flags_is_generated_from_the_configuration() -> None:
     assert (DOCS / "flags.md").read_text() == flags_page(), "write tandem.cli.flags.flags_page() to docs/flags.md"
 

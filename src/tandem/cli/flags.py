@@ -178,7 +178,7 @@ def flags_page() -> str:
             default = "on" if field.default else "off"
         servers = ROLES.get(name, "all")
         meaning = field.metadata["help"] + (f"; also {names}" if names else "")
-        off = f"`, `--no-{name[2:]}" if field.default is True else ""
+        off = f"`, `--no-{name[2:]}" if kind is bool and field.default is not False else ""
         lines.append(f"| `{name}{value.replace('|', ' or ')}{off}` | {default} | {servers} | {meaning} |")
     lines += [
         "",
