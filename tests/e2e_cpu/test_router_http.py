@@ -580,6 +580,7 @@ def test_metrics_count_requests_retries_failures_and_workers() -> None:
         assert 'tandem:router_requests_total{path="/v1/chat/completions",status="200"} 1.0' in text
         assert "tandem:router_retries_total 1.0" in text
         assert 'tandem:router_client_errors_total{status="400"} 2.0' in text
+        assert 'tandem:router_requests_total{path="/v1/completions",status="400"} 1.0' in text
         assert "tandem:router_failures_total{" not in text, "what a client has sent is no failure of ours"
         assert "tandem:router_active_requests 0.0" in text
         assert f'tandem:router_worker_live{{role="decode",worker="{made.decodes[0].url}"}} 1.0' in text
@@ -594,6 +595,16 @@ def test_a_refusal_of_what_a_worker_could_not_do_is_a_failure() -> None:
         text = CLIENT.get(made.url + "/metrics").text
         assert 'tandem:router_failures_total{cause="decode_rejected"} 1.0' in text
         assert "tandem:router_client_errors_total{" not in text
+
+
+def test_a_request_that_the_router_itself_ends_before_it_asks_anybody_is_counted() -> None:
+    with fleet() as made:
+        fields = (b"host: localhost", b"connection: close", b"content-length: 9", b"x-request-timeout-ms: 50")
+        head = b"\r\n".join((b"POST /generate HTTP/1.1", *fields, b"", b""))
+        assert exchange(int(made.url.rpartition(":")[2]), head).status == 504
+        text = CLIENT.get(made.url + "/metrics").text
+        assert 'tandem:router_requests_total{path="/generate",status="504"} 1.0' in text
+        assert 'tandem:router_failures_total{cause="deadline_exceeded"} 1.0' in text
 
 
 def test_a_key_is_asked_for_and_given_to_the_workers() -> None:

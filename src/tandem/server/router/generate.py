@@ -76,13 +76,13 @@ class Generate:
         self._blocks_of = blocks_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        request, began = Request(scope, receive), time.monotonic()
         span = self._tracing.begin(f"POST {scope['path']}", request.headers, time.monotonic_ns())
         with ending_with_errors(span):
             try:
                 await self._answer(request, receive, send, span)
             except Refusal as refusal:  # before anybody was asked
-                self._metrics.see_refusal(refusal.failure.status)
+                self._metrics.see_unasked(scope["path"], refusal.failure, time.monotonic() - began)
                 raise
 
     async def _answer(self, request: Request, receive: Receive, send: Send, span: Span) -> None:
