@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tandem.cli import api, bench, eval, router
+from tandem.cli import main as cli
 from tandem.cli.api import (
     Choice,
     ServerTrouble,
@@ -181,14 +182,19 @@ def test_a_server_that_is_not_there_is_told_with_the_two_places_where_one_may_be
 
 
 @contextmanager
-def listening(status: int) -> Iterator[str]:
+def listening(status: int, body: bytes = b"") -> Iterator[str]:
     """The address of something that answers everybody with this status."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
-            self.send_header("content-length", "0")
+            self.send_header("content-length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -197,6 +203,17 @@ def listening(status: int) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.mark.parametrize("words", ["eval --num 1", "bench --num-prompts 1 --warmup 0"])
+def test_what_a_server_says_of_a_failure_is_not_obeyed_by_the_terminal(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening(500, b'{"error": {"message": "\\u001b]0;mine\\u0007gone"}}') as url:
+        assert cli.main([*words.split(), "--url", url, "--model", "m"]) == 1
+    printed = capsys.readouterr()
+    assert "500: gone" in printed.out
+    assert "\x1b" not in printed.out + printed.err
 
 
 def unnamed(**given: str) -> argparse.Namespace:

@@ -36,6 +36,7 @@ from tandem.cli.api import (
 )
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import count, finite, natural
+from tandem.cli.plain_text import plain
 from tandem.server.http_pool import PooledTransport
 
 WORD_LIST = """
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     model = find_model(args)
     samples, seconds = asyncio.run(measure(args, model))
     report = make_report(args, model, samples, seconds)
-    print(json.dumps(report) if args.json else report_text(report))
+    print(json.dumps(report) if args.json else plain(report_text(report)))
     if not report["completed"]:
         raise CommandFailed(f"no request succeeded: {', '.join(report['failures'])}")
     return 0

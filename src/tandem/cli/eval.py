@@ -30,6 +30,7 @@ from tandem.cli.api import (
 )
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import count, finite
+from tandem.cli.plain_text import plain
 from tandem.server.http_pool import PooledTransport
 
 FINAL = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     results = asyncio.run(ask_all(args, model, problems))
     report = make_report(results, model, time.monotonic() - began)
-    print(json.dumps(report) if args.json else report_text(report))
+    print(json.dumps(report) if args.json else plain(report_text(report)))
     if all(result.failure for result in results):
         raise CommandFailed(f"no request succeeded: {results[0].failure}")
     if args.min_accuracy is not None and report["accuracy"] < args.min_accuracy:
