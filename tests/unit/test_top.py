@@ -96,11 +96,22 @@ def test_behind_a_router_who_cannot_be_reached_keeps_the_row_that_the_router_has
 
 
 @pytest.mark.parametrize(
-    "loads", [{}, {"loads": 3}, {"loads": [3]}, "text", {"loads": [{"url": "http://127.0.0.1:9"}, 4]}]
+    "loads",
+    [
+        *({}, {"loads": 3}, {"loads": [3]}, "text", "[" * 100_000, {"loads": [{"url": "http://127.0.0.1:9"}, 4]}),
+        *({"loads": [{"url": 5}]}, {"loads": [{"url": "http://127.0.0.1:2", "num_running_reqs": 10**400}]}),
+    ],
 )
 def test_who_answers_otherwise_is_named_in_one_line(loads: object) -> None:
-    with client({"http://router/v1/loads": loads}) as asks, pytest.raises(ServerTrouble, match="http://router answers"):
+    answers = {"http://router/v1/loads": loads, "http://router/5/metrics": "# nothing"}
+    with client(answers) as asks, pytest.raises(ServerTrouble, match="http://router answers"):
         top.look(asks, "http://router")
+
+
+def test_a_worker_whose_address_is_none_keeps_the_row_that_the_router_has() -> None:
+    with client({"http://router/v1/loads": {"loads": [{"url": "http://[::1", "role": "prefill"}]}}) as asks:
+        (row,) = top.rows_between([], top.look(asks, "http://router"))
+    assert (row.role, "InvalidURL" in row.trouble) == ("prefill", True)
 
 
 def test_what_a_server_calls_itself_is_not_obeyed_by_the_terminal() -> None:

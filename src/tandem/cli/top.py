@@ -122,7 +122,7 @@ def look(client: httpx.Client, url: str) -> list[Look]:
                 found += ranks_of(_get(client, server, "/metrics", base=server), server, str(known[0].get("role", "")))
             except ServerTrouble as error:
                 found += [from_load(server, rank, str(error)) for rank in known]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError) as error:
         raise ServerTrouble(f"{url} answers, but not as a server of tandem or SGLang does ({error!r})") from None
     return found
 
@@ -130,7 +130,7 @@ def look(client: httpx.Client, url: str) -> list[Look]:
 def _get(client: httpx.Client, url: str, path: str, *, base: str = "") -> str:
     try:
         response = client.get(f"{base}{path}")
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise trouble(error, base or url) from None
     raise_for_status(response.status_code, response.content)
     return response.text
