@@ -132,6 +132,7 @@ def test_a_stream_is_read_up_to_done_and_its_errors_are_told() -> None:
     "chunk",
     [
         *("5", "[]", "[" * 20_000, '{"new": ' + "[" * 20_000 + "]" * 20_000 + "}", "9" * 5_000, '{"usage": []}'),
+        *(f'{{"usage": {{"completion_tokens": {number}}}}}' for number in ("9" * 400, "-5")),
         *('{"choices": 5}', '{"choices": [[]]}', '{"choices": [{"text": 5}]}', '{"choices": [{"text": "\\ud800"}]}'),
     ],
 )

@@ -5,11 +5,11 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, TypeVar  # options of httpx
+from typing import Annotated, Any, TypeVar  # Any: options of httpx
 
 import httpx
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tandem.cli.failure import CommandFailed
 from tandem.server.keys import ENVIRONMENT, KeyProblem, key_text
@@ -52,9 +52,12 @@ class Choice(Struct):
         return (self.delta.reasoning_content if self.delta is not None else None) or ""
 
 
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+
+
 class Usage(Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
 
 
 class StreamChunk(Struct):
