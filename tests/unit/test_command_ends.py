@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,17 @@ def test_a_command_without_a_standard_stream_does_its_work(stream: str) -> None:
 def test_a_port_that_is_none_is_wrong_usage_of_up(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["up", "--port", str(port)]) == 2
     assert capsys.readouterr().err == "tandem: error: --port takes 0 to 65535\n"
+
+
+@pytest.mark.parametrize(
+    "words", ["serve tandem/mini --port 0", "router --port 0 --prefill http://127.0.0.1:1 --decode http://127.0.0.1:2"]
+)
+def test_a_folder_of_fault_records_that_takes_no_file_is_told_at_the_start(words: str, tmp_path: Path) -> None:
+    (folder := tmp_path / "file").write_text("")
+    command = [*TANDEM, *words.split(), "--fault-records", str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"tandem: error: --fault-records {folder} takes no file: Not a directory")
 
 
 def test_text_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,6 +251,14 @@ def test_a_disk_that_takes_nothing_costs_the_record_and_nothing_else(
     assert "there is no record of it: NotADirectoryError" in caplog.text
 
 
+def test_a_folder_that_was_named_and_takes_no_file_is_complained_of(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        assert f"--fault-records {folder} takes no file" in (fault_records.complaint(str(folder)) or "")
+    for fine in (None, "off", str(tmp_path / "new" / "folder")):
+        assert fault_records.complaint(fine) is None
+
+
 def test_the_folder_is_bounded_and_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_records, "PAUSE_S", -1.0)
     served = Served(tmp_path)

@@ -8,7 +8,7 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, keyed, values_of
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
-from tandem.server import logs
+from tandem.server import fault_records, logs
 from tandem.server.exposure import open_to_others
 from tandem.server.router.app import listen, serve_router
 from tandem.server.router.config import RouterConfig, make_worker
@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = make_config(args)
+    if (complaint := fault_records.complaint(config.fault_records)) is not None:
+        raise CommandFailed(complaint)
     logs.set_up("text", process="router")
     try:
         listener = listen(config)

@@ -30,7 +30,7 @@ from tandem.flag_roles import (
     without_effect_on_encoders,
 )
 from tandem.sampling import SamplingDefaults
-from tandem.server import keys, logs
+from tandem.server import fault_records, keys, logs
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.limits import Task
 from tandem.server.exposure import open_to_others
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     model_dir = find_model(config.model)
     model = read_facts(model_dir, config)
     config = for_task(config, model)
+    if (complaint := fault_records.complaint(config.fault_records)) is not None:
+        raise CommandFailed(complaint)
     logs.set_up(config.log_format, process="api" if config.node_rank == 0 else f"host {config.node_rank}")
     if model.library:
         logger.info("%s is not one of Tandem's own: %s computes its layers", model.architectures[0], model.library)

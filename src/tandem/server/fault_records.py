@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from errno import EACCES
 from pathlib import Path
 
 from msgspec import Struct
@@ -88,6 +89,19 @@ class FaultRecords:
             raise
         self._folder.make_room(MAX_BYTES, segment_bytes=0, own=self._name, kept=(name,))
         return path
+
+
+def complaint(flag: str | None) -> str | None:
+    """A sentence where the folder that was named takes no file. What nobody has named costs its records only."""
+    if flag is None or flag == OFF:
+        return None
+    try:
+        RecordFolder(Path(flag), FAULT_NAME).prepare()
+        os.listdir(flag)
+        reason = "" if os.access(flag, os.W_OK | os.X_OK) else os.strerror(EACCES)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    return f"--fault-records {flag} takes no file: {reason}; choose another, or off" if reason else None
 
 
 def folder_of(flag: str | None) -> Path | None:
