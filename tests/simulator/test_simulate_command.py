@@ -7,7 +7,10 @@ import pytest
 
 from seeded_bugs import MUTANTS
 from tandem.cli.main import main
+from tandem.cli.simulate import duration_ns
+from tandem.core.values import MILLISECOND
 from tandem.simulator.oracle import Violation
+from tandem.simulator.report import SeedResult
 from tandem.simulator.scenario.play import DIVIDER, play
 
 
@@ -84,6 +87,13 @@ def test_a_violation_is_one_line_that_reproduces_it(capsys: pytest.CaptureFixtur
         assert main(command.split()[1:]) == 1  # pasted into a shell, it shows the same
         again = [text for text in capsys.readouterr().out.splitlines() if text.startswith("tandem simulate")]
         assert [text.partition("  # ")[2] for text in again] == [comment]
+
+
+@pytest.mark.parametrize("simulated_ns", [4_000_000, 1_019_992_500_000, 3_753_039_119_026, 1_234_567_890_000_000])
+def test_the_line_goes_on_until_the_violation_however_late_it_comes(simulated_ns: int) -> None:
+    words = SeedResult(1, simulated_ns=simulated_ns).line.split()
+    until_ns = duration_ns(words[words.index("--until") + 1])
+    assert simulated_ns <= until_ns <= simulated_ns + MILLISECOND
 
 
 def test_a_violation_is_in_the_json_document(capsys: pytest.CaptureFixture[str]) -> None:

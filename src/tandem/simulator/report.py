@@ -104,7 +104,7 @@ class SeedResult:
             engine = f" --engine {self.engine}" if self.engine else ""
             return f"tandem simulate --whole{engine} --seed {self.seed} --trace"
         until_ms = self.simulated_ns // 1_000_000 + 1
-        return f"tandem simulate --seed {self.seed} --until {until_ms / 1000:g}s --trace"
+        return f"tandem simulate --seed {self.seed} --until {until_ms / 1000}s --trace"
 
 
 @dataclass(slots=True)
