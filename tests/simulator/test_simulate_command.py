@@ -58,8 +58,10 @@ def test_simulate_for_a_while_takes_one_seed_after_another_and_says_what_that_wa
 
 
 @pytest.mark.parametrize(
-    "flags", [["--until", "soon"], ["--for", "0s"], ["--seed", "x"], ["--seeds", "0"], ["--sed", "3"]]
-)
+    "flags",
+    [["--until", "soon"], ["--for", "0s"], ["--for", "0.0000000001s"], ["--until", "9" * 400],
+     ["--seed", "x"], ["--seeds", "0"], ["--sed", "3"]],
+)  # fmt: skip
 def test_wrong_usage_exits_with_two(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["simulate", *flags])

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import math
 import re
 import sys
 import time
@@ -179,6 +180,7 @@ def note(text: str) -> None:
 def duration_ns(text: str) -> int:
     """`4.2s`, `300ms`, `2m`, `1h`; a bare number is seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text)
-    if match is None or not float(match[1]):
+    found_ns = float(match[1]) * UNITS_NS[match[2]] if match is not None else 0.0
+    if not 1 <= found_ns < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 4.2s or 300ms")
-    return int(float(match[1]) * UNITS_NS[match[2]])
+    return int(found_ns)
