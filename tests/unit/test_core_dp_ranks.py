@@ -6,7 +6,7 @@ import pytest
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import AnnounceDpRank, AskDpRank, FailRequest, FinishRequest, LearnPeer, Path, Tell
 from tandem.core.disagg.messages import Message, Moved, Ready
-from tandem.core.events import DpRankAnswered, PeerLearned, PeerLost, PeerSaid, PeerUnknown, RoomElsewhere
+from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerLost, PeerSaid, PeerUnknown, RoomElsewhere
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Address, Cause, Incarnation, RequestId, Room
@@ -100,6 +100,50 @@ def test_a_rank_that_is_not_known_yet_is_asked_for_again() -> None:
     answer_questions(world, ranks, decode, RESOLVE)
     assert path_of(decode, right) is Path.REMOTE
     assert len(decode.said(AskDpRank)) == 2
+
+
+def test_an_answer_of_another_server_about_a_room_of_that_number_changes_nothing() -> None:
+    world, ranks, decode = two_ranks(RESOLVE, ask_rank_ns=SECOND)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    answer_questions(world, ranks, decode, RESOLVE)
+    world.send(decode, DpRankAnswered(Address("another.host", 8998), Room(ODD), 0, None))
+    world.run()
+    assert decode.progress(right).waiting_for is WaitingFor.DP_RANK
+    world.submit(ranks[1], room=ODD)
+    world.advance(2 * SECOND)
+    answer_questions(world, ranks, decode, RESOLVE)
+    assert path_of(decode, right) is Path.REMOTE
+    assert {ready.target for ready in decode.said(Ready)} == {ranks[1].name}
+
+
+def test_after_an_offer_no_answer_leads_to_another_rank() -> None:
+    world, ranks, decode = two_ranks(FOLLOW_OR_FAIL)
+    _left, right = submit(world, ranks[1], decode)
+    decode.holds.add(PagesLanded)
+    answer_questions(world, ranks, decode, FOLLOW_OR_FAIL)
+    assert decode.state_of(right) is State.ARRIVING
+    world.send(decode, DpRankAnswered(SERVER, Room(ODD), 0, None))
+    answer_questions(world, ranks, decode, FOLLOW_OR_FAIL)
+    decode.release()
+    world.run()
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
+    assert {ready.target for ready in decode.said(Ready)} == {ranks[1].name}
+
+
+def test_that_one_rank_is_not_there_says_nothing_of_another() -> None:
+    world, ranks, decode = two_ranks(FOLLOW_OR_FAIL, learn_peer_ns=SECOND, learn_peer_tries=2)
+    world.ranks[SERVER] = [PeerLearned(SERVER, rank.name, "", "", at, FOLLOW_OR_FAIL) for at, rank in enumerate(ranks)]
+    world.submit(decode, room=ODD + 1, peer=SERVER)
+    world.run()  # rank 0, and with it what the server is
+    decode.holds.add(PeerLearned)
+    _left, right = submit(world, ranks[1], decode)
+    for _ in range(4):
+        world.send(decode, PeerUnknown(SERVER, "rank 0 is down", 0))
+        world.advance(SECOND)
+    assert decode.state_of(right) is State.BOOTSTRAPPING
+    decode.release()
+    world.run()
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
 
 
 def test_a_room_that_no_rank_ever_gets_is_given_up_with_ever_fewer_questions() -> None:

@@ -243,6 +243,20 @@ def test_a_prefill_that_is_never_found_is_given_up_long_before_the_deadline(poli
     assert decode.state.counters.bootstrap_failed == 1
 
 
+def test_that_one_prefill_is_not_there_says_nothing_of_another() -> None:
+    world = World()
+    gone, there = world.prefill("gone", is_known=False), world.prefill("there")
+    decode = world.decode(learn_peer_ns=SECOND, learn_peer_tries=3)
+    decode.holds.add(PeerLearned)  # the answer about the other one takes its time
+    (_, left), (_, right) = (world.pair(prefill, decode, prompt_len=100) for prefill in (gone, there))
+    world.advance(4 * SECOND)
+    assert decode.ended[left].path is Path.FALLBACK
+    assert decode.state_of(right) is State.BOOTSTRAPPING
+    decode.release()
+    world.run()
+    assert (decode.ended[right].path, decode.tokens[right]) == (Path.REMOTE, TOKENS)
+
+
 # --- messages overtake, get lost, come twice -------------------------------------------------------------------------
 
 
@@ -418,6 +432,19 @@ def test_an_offer_of_somebody_else_than_the_prefill_changes_nothing() -> None:
     decode.release()
     world.run()
     assert decode.tokens[right] == TOKENS
+
+
+def test_an_abort_of_somebody_else_than_the_prefill_changes_nothing() -> None:
+    world, _prefill, decode, _left, right = meet_before_computing()
+    stranger = world.prefill("stranger")
+    decode.holds.add(Offer)
+    world.run()
+    forged = Abort(Room(world.next_room), stranger.name, Cause.LAYOUT_MISMATCH, "")  # no fallback would follow
+    say(world, decode, [PeerSaid(stranger.name, forged)])
+    assert decode.state_of(right) is State.ARRIVING
+    decode.release()
+    world.run()
+    assert (decode.ended[right].path, decode.tokens[right]) == (Path.REMOTE, TOKENS)
 
 
 def test_of_an_offer_that_overlaps_an_earlier_one_only_the_new_pages_are_pulled() -> None:
