@@ -290,7 +290,10 @@ def test_stashed_messages_are_bounded_and_expire() -> None:
         ready = Ready(Room(50 + number), 1, decode.name, prefill.name, "", 40)
         world.send(prefill, PeerSaid(decode.name, ready))
     world.run()
-    assert len(prefill.state.stash) == 3
+    assert list(prefill.state.stash) == [50, 51, 52], "who comes later does not push out who waits"
+    world.send(prefill, PeerSaid(decode.name, Ready(Room(50), 2, decode.name, prefill.name, "", 40)))
+    world.run()
+    assert prefill.state.stash[50].message.attempt == 2, "what decode says last counts, however full it is"
     world.advance(6 * SECOND)
     request = world.submit(prefill, room=50)
     world.run()
@@ -715,6 +718,35 @@ def test_a_second_decode_cannot_take_a_room_over() -> None:
     world.run()
     assert decode.ended[right].path == "remote"
     assert decode.tokens[right] == TOKENS
+
+
+def test_a_second_decode_hears_that_it_is_one_though_it_has_begun_less_often() -> None:
+    """Its attempt has a smaller number, as a late copy of what the first one said has."""
+    world = World()
+    prefill, decode, thief = world.prefill(), world.decode(), world.decode("thief")
+    world.pair(prefill, decode, prompt_len=40, seed=2)
+    world.run()
+    world.pair(prefill, decode, prompt_len=100)
+    decode.holds.add(PagesLanded)
+    world.run()
+    stolen = world.submit(thief, prompt_len=100, room=world.next_room, peer=prefill.address)
+    world.run()
+    assert thief.ended[stolen].path is Path.FALLBACK
+
+
+def test_a_late_ready_for_an_earlier_life_ends_no_request_of_this_one() -> None:
+    world = World()
+    prefill, decode = world.prefill(life=2), world.decode()
+    room = world.room()
+    left = world.submit(prefill, prompt_len=100, room=room)
+    digest = prompt_digest(prompt_tokens(100, 1), secret=ROOT)
+    late = Ready(Room(room), 1, decode.name, Incarnation("prefill", "1"), "", 100, prompt_digest=digest)
+    say(world, prefill, [PeerSaid(decode.name, late)])
+    assert prefill.said(Abort)[-1].cause is Cause.PEER_LOST
+    assert prefill.state_of(left) is State.PARKED
+    right = world.submit(decode, prompt_len=100, room=room, peer=prefill.address)
+    world.run()
+    assert (decode.ended[right].path, decode.tokens[right]) == (Path.REMOTE, TOKENS)
 
 
 def test_a_prompt_of_another_length_is_refused_by_prefill() -> None:
