@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_world import EngineWorld, prompt_of
+from engine_world import VOCAB, EngineWorld, prompt_of
 from tiny_models import (
     LLAMA3_ROPE,
     YARN_ROPE,
@@ -31,8 +31,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.engine.model_config import ModelError
+from tandem.engine.weights import load
 
-Maker = Callable[[Path], PreTrainedModel]
+Maker = Callable[..., PreTrainedModel]
 
 CHECKPOINTS: dict[str, Maker] = {
     "llama": lambda where: make_llama(where),
@@ -217,6 +218,17 @@ def test_half_precision_differs_from_transformers_by_rounding_only(tmp_path: Pat
 
     assert ours.dtype == torch.float32
     assert mean_error(ours, exact) < 1.5 * mean_error(rounded, exact) < (0.1 if dtype == "bfloat16" else 0.02)
+
+
+@pytest.mark.parametrize("maker", [make_granite, make_gemma2, make_gemma3])
+def test_embeddings_are_scaled_bit_by_bit_as_by_transformers(tmp_path: Path, maker: Maker) -> None:
+    """Gemma's factor is rounded to the type of the weights, Granite's is not."""
+    changes = {"embedding_multiplier": 6.3} if maker is make_granite else {}
+    theirs = maker(tmp_path, **changes).to(torch.bfloat16).model
+    ids = torch.arange(VOCAB)
+    expected = theirs.embed_tokens(ids) * (theirs.embedding_multiplier if changes else 1)
+
+    assert torch.equal(load(tmp_path, dtype="bfloat16").module.embedding(ids), expected)
 
 
 def test_the_kv_of_ten_prompts_is_that_of_transformers_page_by_page(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from tandem.engine.attention.native import NativeAttention
@@ -317,7 +316,7 @@ def build_decoder(
     norms_add_one: bool = False,
     embedding_scale: float = 1.0,
 ) -> Decoder:
-    """block: makes one from the tensors of its layer. embedding_scale: rounded to the type that is computed with.
+    """block: makes one from the tensors of its layer.
 
     Raises ModelError as `Build` says.
     """
@@ -338,9 +337,8 @@ def build_decoder(
         block(replace(here if index in own_layers else there, index=index, prefix=f"model.layers.{index}."))
         for index in range(config.num_layers)
     ]
-    scale = torch.tensor(embedding_scale, dtype=weights.dtype).item()
     return Decoder(
-        embedding=VocabParallelEmbedding(embedding, weights.dtype, tokens.start, group, scale),
+        embedding=VocabParallelEmbedding(embedding, weights.dtype, tokens.start, group, embedding_scale),
         rotary=_rotary_tables(config, own_layers, weights),
         blocks=tuple(blocks[own_layers.start : own_layers.stop]),
         norm=(here if is_last else there).norm("model.norm"),

@@ -2,6 +2,8 @@
 and soft caps are the attention backend's affair: `ModelConfig`.
 """
 
+import torch
+
 from tandem.engine.layers.activation import gelu_tanh_and_mul
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
@@ -10,7 +12,7 @@ from tandem.engine.parallel import Group, Shard
 
 
 def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
-    scale = config.hidden_size**0.5
+    scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
     return build_decoder(config, weights, group, stage, block, norms_add_one=True, embedding_scale=scale)
 
 
