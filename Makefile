@@ -99,7 +99,7 @@ check: $(INSTALLED)
 hunt: $(INSTALLED)
 	@TANDEM_ALL_LINES=1 TANDEM_ALL_MUTANTS=1 $(BIN)/python -m pytest tests/mutants/test_lines.py tests/mutants/test_real_server.py \
 	  tests/mutants/test_whole_lines.py
-	@TANDEM_ALL_EVENTS=1 $(BIN)/python -m pytest tests/simulator/test_event_coverage.py
+	@TANDEM_ALL_EVENTS=1 $(BIN)/python -m pytest tests/simulator/test_known_seeds.py
 	@for world in "samples and aborts" "samples and failures" "tiers and both" "storage and all"; do \
 	  $(BIN)/python -m tandem.simulator.model_check.exhaustive --world "$$world"; done
 	@$(BIN)/tandem simulate --whole --for $(HUNT_SECONDS)s $(if $(FIRST_SEED),--seed $(FIRST_SEED))

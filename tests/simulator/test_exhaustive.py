@@ -31,7 +31,7 @@ from told import Tell
 
 DEPTH = int(os.environ.get("TANDEM_EXHAUSTIVE_DEPTH", "0"))
 WORLDS = {small.name: small for small in SMALL_WORLDS}
-LONGEST = ("aborts", "timers", "times and failures")  # half of the time of all
+LONGEST = ("aborts", "timers", "times and failures", "blocks")  # more than half of the time of all
 
 
 def searched(names: Iterable[str]) -> list[Found]:

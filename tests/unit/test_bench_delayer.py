@@ -57,7 +57,12 @@ def found(bench: ModuleType, profile: str, *variants: str, least_share: float = 
 
 
 @pytest.mark.parametrize(
-    ("profile", "least_share"), [("190", 0.8), ("20", 0.8), pytest.param("60", 1.0, marks=pytest.mark.slow)]
+    ("profile", "least_share"),
+    [
+        ("190", 0.8),
+        pytest.param("20", 0.8, marks=pytest.mark.slow),
+        pytest.param("60", 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_gate_that_tunes_itself_is_about_as_good_as_the_best_ratio_and_never_worse_than_none(
     bench: ModuleType, profile: str, least_share: float
@@ -68,6 +73,7 @@ def test_a_gate_that_tunes_itself_is_about_as_good_as_the_best_ratio_and_never_w
     assert auto >= 0.995 * off
 
 
+@pytest.mark.slow
 def test_with_time_as_its_only_bound_a_gate_that_tunes_itself_holds_nobody_for_all_of_it(bench: ModuleType) -> None:
     off, fixed, auto = found(bench, "60", "off", "0.2 no bound", "auto no bound")
     assert auto["ttft_p99_ms"] < fixed["ttft_p99_ms"] / 2

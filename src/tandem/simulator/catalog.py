@@ -21,7 +21,7 @@ deadlines in virtual time; W is what we added. Every checked invariant is the fi
 
 What never occurs is never checked: every event and command of the core and of the router, every message, transfer state
 and status of the data plane and every code of `docs/errors.md` has to occur in random worlds, or has its reason in
-`tests/simulator/test_event_coverage.py` (`simulator/occurrences.py`; `tandem simulate --coverage` counts them).
+`tests/simulator/test_known_seeds.py` (`simulator/occurrences.py`; `tandem simulate --coverage` counts them).
 """
 
 

@@ -1,7 +1,7 @@
 """What has happened in a run, by name: events, commands, messages, statuses of the data plane, causes of failures.
 
 What never occurs is never checked. `every_name` is made from the classes of the product, so a new one is asked for as
-soon as it is there; tests/simulator/test_event_coverage.py compares it with what random seeds bring about.
+soon as it is there; tests/simulator/test_known_seeds.py compares it with what random seeds bring about.
 """
 
 from collections import Counter
