@@ -254,6 +254,36 @@ def run_deterministic(
     return outcomes, kv
 
 
+@pytest.mark.parametrize("attention", ["native", "torch_native"])
+def test_ranks_that_share_out_prompts_all_hold_the_kv_of_8_bits_of_one_engine(tmp_path: Path, attention: str) -> None:
+    FAMILIES["llama"](tmp_path)
+    story, _ = told_by_one(tmp_path, kv_is_int8=True)
+    alone = run_with_int8_kv(tmp_path, story, attention=attention)
+
+    ranks = on_every_worker(
+        1,
+        1,
+        lambda _, pipeline: run_with_int8_kv(
+            tmp_path, story, attention=attention, pipeline=pipeline, context=pipeline.context
+        ),
+        cp_size=2,
+    )
+
+    assert [o.tokens for o in ranks[0][0]] == [o.tokens for o in alone[0]]
+    assert torch.equal(ranks[0][1], ranks[1][1])
+    parted = (ranks[0][1] != alone[1]).float().mean()
+    assert parted < 0.01, "products of other batches may move a code by a step"
+
+
+def run_with_int8_kv(where: Path, story: Story, **options: Any) -> tuple[list[BatchOutcome], Tensor]:
+    """And the codes that it leaves."""
+    engine = Engine(load(where, kv_is_int8=True), page_size=16, num_pages=NUM_PAGES, **options)
+    outcomes = outcomes_of(engine, story)
+    codes = engine.kv.tensor[..., : engine.kv.head_dim].clone()
+    engine.close()
+    return outcomes, codes
+
+
 def test_prompts_of_others_begin_before_the_token_of_a_prompt_is_back(tmp_path: Path) -> None:
     """The first stage asks for nobody's token until a batch needs it: then for all, in order."""
     make_llama(tmp_path)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.batch_tables import TokenSpan, shared_out
 from tandem.engine.attention.base import AttentionBackend
 from tandem.engine.batch import Batch
-from tandem.engine.kv_memory import KvMemory
+from tandem.engine.kv_memory import KvMemory, to_int8
 from tandem.engine.parallel import ContextRanks
 from tandem.engine.sequence import EngineSequence
 
@@ -67,7 +67,9 @@ class SharedPrompts:
         both = self._ranks.all_rows(torch.cat([k[:num_own].flatten(1), v[:num_own].flatten(1)], dim=1), self._sizes)
         others = torch.cat([both[: self._own.start], both[self._own.stop :]])
         pages, offsets = self._places
-        for kind, values in enumerate(others.view(len(others), 2, *k.shape[1:]).unbind(1)):
+        rows = others.view(-1, self._kv.head_dim)
+        rows = to_int8(rows) if self._kv.is_int8 else rows
+        for kind, values in enumerate(rows.view(len(others), 2, k.shape[1], -1).unbind(1)):
             self._kv.tensor[:, :, layer, kind][pages, :, offsets] = values
         return self._attention.forward(q, k, v, layer=layer)
 
