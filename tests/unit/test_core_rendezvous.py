@@ -400,6 +400,21 @@ def test_lost_offers_are_asked_for_again_from_where_decode_has_come_to() -> None
     assert_nothing_is_held([prefill, decode])
 
 
+def test_a_lost_offer_is_asked_for_again_while_later_chunks_are_computed() -> None:
+    world, prefill, decode, left, right = meet_before_computing(resend_ns=SECOND)
+    decode.drops.add(Offer)
+    world.run_until(lambda: len(prefill.said(Offer)) == 1)
+    prefill.holds.add(BatchReturned)
+    world.run()
+    decode.drops.clear()
+    world.advance(2 * SECOND)
+    assert prefill.state_of(left) is State.COMPUTING
+    assert [len(pull.sources) for pull in decode.said(PullPages)] == [6]
+    prefill.release()
+    world.run()
+    assert (decode.ended[right].path, decode.tokens[right]) == (Path.REMOTE, TOKENS)
+
+
 def test_an_offer_twice_pulls_once() -> None:
     world, _prefill, decode, _left, right = meet()
     decode.holds.add(Offer)
