@@ -32,6 +32,7 @@ from tandem.core.events import (
     PeerLost,
     PeerReturned,
     PeerSaid,
+    PeerUnknown,
     PromptRendered,
     ReadsDrained,
     RequestArrived,
@@ -553,6 +554,38 @@ def test_a_lost_abort_of_decode_is_answered_at_the_next_offer() -> None:
     prefill.drops.clear()
     world.advance(2 * SECOND)
     assert prefill.cause(left) is Cause.PEER_ABORTED
+
+
+def test_halves_that_end_before_they_know_anybody_are_each_told_to_their_own_prefill() -> None:
+    world, decode, halves = ends_before_it_knows_anybody("first", "second")
+    decode.release()
+    world.run()
+    assert [prefill.cause(left) for prefill, left in halves] == [Cause.PEER_ABORTED] * 2
+    assert decode.state.farewells == {}
+
+
+def test_that_one_prefill_is_not_there_forgets_nobody_who_is_to_be_told_by_another() -> None:
+    world, decode, halves = ends_before_it_knows_anybody("first", "second")
+    first, second = halves
+    world.send(decode, PeerUnknown(first[0].address, "nobody listens"))
+    world.run()
+    assert list(decode.state.farewells) == [second[0].progress(second[1]).request.room]
+    decode.release()
+    world.run()
+    assert second[0].cause(second[1]) is Cause.PEER_ABORTED
+
+
+def ends_before_it_knows_anybody(*names: str) -> tuple[World, Replica, list[tuple[Replica, int]]]:
+    """A request for each of these prefills whose half on decode is aborted; who they are comes when it is released."""
+    world = World()
+    prefills, decode = [world.prefill(name) for name in names], world.decode()
+    decode.holds.add(PeerLearned)
+    pairs = [world.pair(prefill, decode, prompt_len=100) for prefill in prefills]
+    world.run()
+    for _, right in pairs:
+        world.abort(decode, right)
+    world.run()
+    return world, decode, [(prefill, left) for prefill, (left, _) in zip(prefills, pairs, strict=True)]
 
 
 def test_a_release_may_overtake_the_request_it_speaks_of() -> None:
