@@ -2,16 +2,18 @@
 
 import os
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from tandem.core.settings import AllocationPolicy, SchedulePolicy
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.faults.options import FIRST_OFF_RECORD, draw_options
-from tandem.simulator.hunt import lived_ns, num_cores, run_until
+from tandem.simulator.hunt import lived_ns, num_cores, run_seed, run_until
 from tandem.simulator.oracle import Script
 from tandem.simulator.report import SeedResult, Summary
 from tandem.simulator.workload import WorkloadRequest
+from tandem.transfer.puller import Puller
 from told import Tell
 
 SECONDS = float(os.environ.get("HUNT_SECONDS", "5"))
@@ -32,6 +34,14 @@ def test_no_fresh_seed_breaks_an_invariant(tell: Tell) -> None:
     tell(summary.text())
     assert summary.seeds > 0
     assert not broken(results), "\n".join(broken(results))
+
+
+def test_what_raises_beside_the_nodes_names_its_seed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Puller, "next_job", Mock(side_effect=KeyError("a bug")))
+    result = run_seed(1)
+    assert result.invariant == "S13"
+    assert result.detail == "the product raised KeyError('a bug')"
+    assert result.line.startswith("tandem simulate --seed 1 ")
 
 
 def test_worlds_off_the_record_also_reserve_pages_late() -> None:

@@ -17,7 +17,7 @@ from tandem.simulator.faults.options import draw_options
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult, trace_step
-from tandem.simulator.world import World
+from tandem.simulator.world import World, describe_error
 
 WORTH_A_PROCESS = 20  # seeds; below that, starting processes takes longer than running them
 FEED_EVERY_S = 0.02
@@ -50,6 +50,8 @@ def run_seed(
         world.run(until_ns)
     except Violation as violation:
         invariant, detail = violation.invariant, violation.detail
+    except Exception as error:  # of a machine beside nodes and routers, whose steps the world looks at itself
+        invariant, detail = "S13", f"the product raised {describe_error(error)}"
     occurrences.see_answers(world.page_faults.answers)
     occurrences.see_links(world.network.heard)
     occurrences.see_codes(world.edge.codes)

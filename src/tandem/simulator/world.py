@@ -710,12 +710,12 @@ def restored(life: Life) -> EngineNode:
 
 
 def describe_error(error: Exception) -> str:
-    """Type, text, and the innermost line of the core."""
+    """Type, text, and the innermost line of the product."""
     trace = error.__traceback__
     where = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if "/core/" in code.co_filename:
+        if "/tandem/" in code.co_filename and "/simulator/" not in code.co_filename:
             where = f" at {code.co_filename.rpartition('/tandem/')[2]}:{trace.tb_lineno}"
         trace = trace.tb_next
     return f"{type(error).__name__}({error}){where}"
