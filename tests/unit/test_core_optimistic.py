@@ -411,6 +411,19 @@ def test_one_result_slot_and_many_requests_never_deadlock(policy: str, order: st
     assert_nothing_is_held([prefill, decode])
 
 
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_who_gives_way_gives_its_result_slot_back_too_however_often_it_may_run_again(attempts: int) -> None:
+    world = World()
+    prefill, decode = world.prefill(result_slots=1, park_attempts=attempts), world.decode()
+    parked = world.submit(prefill, room=7)
+    world.run()
+    assert parked in prefill.state.results.owners
+    _, right = world.pair(prefill, decode, seed=2)
+    world.run()
+    assert decode.tokens.get(right) == expected_tokens(40, 4, seed=2)
+    assert world.now < SECOND, "nobody waited for a timer"
+
+
 def test_one_result_slot_and_a_ready_request_far_behind_in_the_queue_never_deadlock() -> None:
     world = World()
     prefill = world.prefill(result_slots=1, num_pages=512)

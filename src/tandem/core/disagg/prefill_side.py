@@ -302,6 +302,8 @@ def finish_give_back(node: NodeState, progress: Progress, side: PrefillSide) -> 
     if may_retry or reason in ("yield", "rendered"):  # a retry that there is no budget for is none (sglang#26780)
         node.counters.prefill_retries[reason] = node.counters.prefill_retries.get(reason, 0) + 1
         side.prefill_retry_count += 1
+    if reason == "yield":
+        node.results.maybe_release_metadata_buffer(progress.id)  # others may wait for just that
     if may_retry:
         enter(node, progress, Trigger.REQUEUE, first=reason != "yield")  # it made room for those who wait
         return
