@@ -365,6 +365,27 @@ def test_sigterm_while_the_model_is_loaded_ends_it_cleanly(tmp_path: Path) -> No
         assert "Traceback" not in server.log
 
 
+def test_who_finds_no_room_is_counted_though_nothing_of_it_is_read() -> None:
+    with cluster(unified=True, flags=["--max-running-requests", "1", "--max-queued-requests", "1"]) as it:
+        assert it.unified is not None
+        server = it.unified
+        running = server.stream(PROMPT, max_new_tokens=8000, sampling_params=FOREVER)
+        assert running.next() is not None
+        queued = server.open_stream(PROMPT)
+
+        def page() -> str:
+            with server.open("GET", "/metrics") as reply:
+                return reply.read().decode()
+
+        eventually(lambda: re.search(r"sglang:num_queue_reqs{.*} 1.0", page()))
+        with pytest.raises(HttpError) as refused:
+            server.generate(PROMPT)
+        assert (refused.value.status, refused.value.error["code"]) == (503, "busy")
+        assert 'requests_failed_total{cause="busy",engine_type="unified"' in page()
+        running.close()
+        queued.close()
+
+
 def test_a_worker_that_dies_ends_its_requests_with_a_cause_and_the_server() -> None:
     with cluster(unified=True) as it:
         assert it.unified is not None

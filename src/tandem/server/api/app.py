@@ -120,10 +120,11 @@ def build_app(
     log: RequestLog | None = None,
     digest_secret: bytes | None = None,
     tracing: Tracing = NO_TRACING,
+    stats: RequestStats | None = None,
 ) -> Starlette:
     """The application. It may serve before the node is ready: then it answers 503 to all that needs the node."""
     limits = limits_of(config, model, digest_secret=digest_secret)
-    stats = RequestStats()
+    stats = stats or RequestStats()
     counts = HttpCounts()
     exporter = Exporter(stats, model_name=config.model_name, engine_type=config.role, counts=counts)
     generation = Endpoints(

@@ -76,7 +76,7 @@ class ConnectionBounds:
     num_refused: int = 0
     waiting: "dict[BoundedHttp1, float]" = field(default_factory=dict)  # since when
     lingering: dict[object, None] = field(default_factory=dict[object, None])  # who has been refused, and may read why
-    refused: Callable[[float], object] = lambda waited: None  # of each refusal: see `waited_s`
+    refused: Callable[[float | None], object] = lambda waited: None  # of each refusal: see `waited_s`
     refusals: RepeatedLine = field(default_factory=new_line)
 
     def protocol(self) -> "type[BoundedHttp1]":
@@ -91,8 +91,7 @@ class ConnectionBounds:
         """sock: of somebody who has waited for us."""
         self.num_refused += 1
         self.refusals.note("a connection was refused: as many are open as may be")
-        if sock is not None and (waited := waited_s(sock)) is not None:
-            self.refused(waited)
+        self.refused(None if sock is None else waited_s(sock))
 
     def make_room(self, now: float) -> bool:
         """For one more. False when nobody has waited long enough."""
@@ -108,7 +107,7 @@ def api_bounds(
     max_requests: int,
     write_s: float = WRITE_SECONDS,
     fds_each: int = 1,
-    refused: Callable[[float], object] = lambda waited: None,
+    refused: Callable[[float | None], object] = lambda waited: None,
 ) -> ConnectionBounds:
     """For generation: a request is as long as its deadline says. fds_each: file descriptors that a request takes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -39,6 +39,7 @@ from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
 from tandem.core.stall_detector import who_began
 from tandem.core.values import Cause
 from tandem.membership import ClusterSecret
+from tandem.metrics.request_stats import RequestStats
 from tandem.server import wire
 from tandem.server.api.accept import BoundedServer
 from tandem.server.api.app import build_app
@@ -47,6 +48,7 @@ from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.connections import ConnectionBounds, api_bounds, raise_fd_limit
+from tandem.server.api.errors import Problem
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.gathering import Gathering
 from tandem.server.api.hosts import Hosts
@@ -161,11 +163,17 @@ class ApiProcess:
                 guard = WriteGuard(secret, monotonic_now)
                 server = BootstrapServer(self._registry, guard)
                 self._open(server.app(), self._listeners.bootstrap, ConnectionBounds())
-            digest_secret = None if secret is None else secret.key("prompt digest")
+            digest_secret, stats = None if secret is None else secret.key("prompt digest"), RequestStats()
             app = build_app(
-                self._config, self._client, model, tokenizer, digest_secret=digest_secret, tracing=self._tracing
+                self._config,
+                self._client,
+                model,
+                tokenizer,
+                digest_secret=digest_secret,
+                tracing=self._tracing,
+                stats=stats,
             )
-            self._open(app, self._listeners.http, self._bounds())
+            self._open(app, self._listeners.http, self._bounds(lambda _waited: stats.refuse(Problem.BUSY.value)))
             await self._wait_for(self._bring_all(), self._stop.wait())
             await self._wait_for(self._ready.wait(), self._stop.wait())
             if self._ready.is_set():
@@ -286,7 +294,7 @@ class ApiProcess:
         await self._hosts.close(self._farewell)
         self._tracing.close()
 
-    def _bounds(self) -> ConnectionBounds:
+    def _bounds(self, refused: Callable[[float | None], object]) -> ConnectionBounds:
         """More requests than all nodes may hold would be refused by them, once their bodies were read and parsed. Only
         the body says which of them would not be, where priorities count.
         """
@@ -294,7 +302,7 @@ class ApiProcess:
         held = config.dp_size * (config.max_running_requests + config.max_queued_requests)
         if config.enable_priority_scheduling:
             held += URGENT_REQUESTS
-        return api_bounds(max_requests=held, write_s=config.stall_timeout)
+        return api_bounds(max_requests=held, write_s=config.stall_timeout, refused=refused)
 
     def _open(self, app: ASGIApp, listener: socket.socket, bounds: ConnectionBounds) -> None:
         server = QuietServer(app, bounds, drain_seconds=FLUSH_S)

@@ -503,7 +503,7 @@ def serve_router(config: RouterConfig, listener: socket.socket) -> None:
     raise_fd_limit()
     metrics = RouterMetrics()
     bounds = api_bounds(
-        refused=metrics.refusal.observe,
+        refused=metrics.see_refused_at_door,
         max_requests=config.max_active_requests,
         write_s=config.stall_timeout,
         fds_each=3,  # the client's connection, and those to both halves

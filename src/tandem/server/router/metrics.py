@@ -14,7 +14,7 @@ from tandem.core.router.messages import (
 )
 from tandem.core.router.router import Router
 from tandem.core.router.worker_registry import RegisteredWorker
-from tandem.server.api.errors import Failure
+from tandem.server.api.errors import Failure, Problem
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 REFUSALS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -71,6 +71,12 @@ class RouterMetrics:
         if is_own := 400 <= status < 500:
             self.client_errors.labels(str(status)).inc()
         return is_own
+
+    def see_refused_at_door(self, waited_seconds: float | None) -> None:
+        """For want of room, before anything of it was read."""
+        self.failures.labels(Problem.BUSY.value).inc()
+        if waited_seconds is not None:
+            self.refusal.observe(waited_seconds)
 
     def see_unasked(self, path: str, failure: Failure, seconds: float) -> None:
         """The router itself has refused a request, before any worker was asked."""
