@@ -34,7 +34,8 @@ def make(file: Path, folder: Path) -> None:
     dtype = dtype_for({tensor.tensor_type.name for tensor in reader.tensors})
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, output_loading_info=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, output_loading_info=True)
+    model, told = loaded  # of which the library's types do not know
     tokenizer.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     name, config, weights = type(model).__name__, model.config, model.state_dict()
