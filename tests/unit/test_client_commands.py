@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import random
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -215,6 +216,18 @@ def test_what_a_server_says_of_a_failure_is_not_obeyed_by_the_terminal(
     printed = capsys.readouterr()
     assert "500: gone" in printed.out
     assert "\x1b" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize("words", ["eval --num 1", "bench --num-prompts 1 --warmup 0"])
+def test_a_server_that_takes_a_question_and_says_nothing_is_not_waited_for_for_ever(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(api, "SILENT_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert cli.main([*words.split(), "--url", url, "--model", "m"]) == 1
+    printed = capsys.readouterr()
+    assert "ReadTimeout" in printed.out + printed.err
 
 
 def unnamed(**given: str) -> argparse.Namespace:

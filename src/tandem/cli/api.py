@@ -19,6 +19,7 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 LIKELY_URLS = (DEFAULT_URL, "http://127.0.0.1:8000")
 KEY_VARIABLE = ENVIRONMENT["--api-key"]
 CONNECT_SECONDS = 5.0
+SILENT_SECONDS = 1200.0  # of a server that answers: twice what ours give themselves until the first token
 PROBE_SECONDS = 2.0
 PROGRESS_SECONDS = 0.2  # between two updates on a terminal; elsewhere lines come far less often
 PROGRESS_SECONDS_PLAIN = 10.0
@@ -143,7 +144,7 @@ def client_options(args: argparse.Namespace, *, timeout_seconds: float | None = 
     return {
         "base_url": _checked(base_url(args.url)),
         "headers": headers,
-        "timeout": httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
+        "timeout": httpx.Timeout(timeout_seconds or SILENT_SECONDS, connect=CONNECT_SECONDS),
         "trust_env": "127.0.0.1" not in args.url and "localhost" not in args.url,
     }
 
