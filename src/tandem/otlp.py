@@ -28,7 +28,7 @@ def protocol_of(endpoint: str) -> Protocol:
         case "http/protobuf":
             return "http/protobuf"
         case _:
-            return "http/protobuf" if endpoint.startswith(("http://", "https://")) else "grpc"
+            return "http/protobuf" if endpoint.lower().startswith(("http://", "https://")) else "grpc"
 
 
 def is_endpoint(text: str) -> bool:

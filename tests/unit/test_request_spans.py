@@ -214,6 +214,7 @@ def test_spans_that_are_lost_are_said_once_a_minute(monkeypatch: pytest.MonkeyPa
         ("grpc://collector:4317", "grpc"),
         ("http://collector:4318/v1/traces", "http/protobuf"),
         ("https://collector/v1/traces", "http/protobuf"),
+        ("HTTP://collector:4318/v1/traces", "http/protobuf"),
     ],
 )
 def test_the_endpoint_says_how_to_speak_to_it(endpoint: str, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
