@@ -24,6 +24,7 @@ from tandem.metrics.node_numbers import named
 
 HERE, THERE = 101, 203  # Unix seconds, of prefill and of decode; their prompts differ in length, too
 LEN = 100
+HOST = {"host_tier": {"num_pages": 64}}
 TOKENS = expected_tokens(LEN, 4, seed=1, rendered_at=THERE)
 
 
@@ -147,6 +148,23 @@ def test_only_what_the_two_prompts_share_counts_as_cached() -> None:
     world.run()
     assert decode.tokens[right] == TOKENS
     assert decode.ended[right].cached_tokens == LEN // 2 // 16 * 16
+
+
+def test_no_more_comes_from_host_memory_than_was_cached() -> None:
+    world = World()
+    prefill, decode = world.prefill(optimistic="park", num_pages=16, conservativeness=0.0, **HOST), world.decode()
+    for seed, length in ((1, LEN), (5, 250)):  # the second one takes the pages of the first on the device
+        world.submit(prefill, prompt_len=length, rendered_at=HERE, seed=seed)
+        world.run()
+    room = world.room()
+    left = world.submit(prefill, prompt_len=LEN, room=room, rendered_at=HERE, seed=1)
+    world.run()
+    assert prefill.progress(left).host_tokens == LEN // 16 * 16
+    world.submit(decode, prompt_len=LEN, room=room, peer=prefill.address, rendered_at=THERE, seed=1)
+    world.run()
+    ended = prefill.ended[left]
+    assert isinstance(ended, FinishRequest)
+    assert ended.host_tokens == ended.cached_tokens == LEN // 2 // 16 * 16
 
 
 # --- when it is not asked for ----------------------------------------------------------------------------------------

@@ -99,7 +99,10 @@ def take_prompt(node: NodeState, progress: Progress, rendered: Request) -> None:
     assert not progress.in_flight
     pairs = zip(progress.hashes, rendered.page_hashes, strict=False)
     num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    progress.cached_tokens = min(progress.cached_tokens, num_shared * node.settings.page_size)
+    num_unshared = max(0, progress.cached_tokens - num_shared * node.settings.page_size)
+    progress.cached_tokens -= num_unshared
+    progress.host_tokens = max(0, progress.host_tokens - num_unshared)  # the last of those that were cached,
+    progress.storage_tokens = max(0, progress.storage_tokens - num_unshared)  # and the last of these
     progress.request = structs.replace(
         progress.request,
         prompt_len=rendered.prompt_len,
