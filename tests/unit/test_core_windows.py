@@ -56,6 +56,21 @@ def test_a_request_of_any_length_runs_in_the_parts_of_one_window(prompt_len: int
         assert node.state.pool.num_parts == 0
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_runs_in_those_parts_where_its_prompt_is_computed_token_by_token(depth: int) -> None:
+    """It needs more while it decodes."""
+    world = World()
+    parts = most_seen(WINDOW, depth + 1, page_size=1)
+    small = {"page_size": 1, "chunk_tokens": 1, "window_depth": depth, "prefix_cache": False}
+    node = world.unified(**with_windows(parts) | small)
+    request = world.submit(node, prompt_len=40, max_new_tokens=20)
+    world.run()
+    assert node.tokens[request] == expected_tokens(40, 20, seed=1)
+    assert_nothing_is_held(node)
+    with pytest.raises(AssertionError, match="more window parts than there are"):
+        World().unified(**with_windows(parts - 1) | small)
+
+
 def test_who_would_need_parts_that_others_may_need_waits_for_them() -> None:
     world = World()
     parts = most_seen(WINDOW, 16, page_size=PAGE)

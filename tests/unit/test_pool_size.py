@@ -12,7 +12,7 @@ from tandem.config import ServerConfig
 from tandem.core.settings import WindowSettings
 from tandem.engine import machine_memory, weights
 from tandem.engine.kv_memory import KvShape
-from tandem.server.pool_size import PoolSize, pool_pages, pool_size
+from tandem.server.pool_size import PoolSize, least_parts, pool_pages, pool_size
 from tandem.server.processes import ServerFailure
 
 MINI = Path(__file__).parents[2] / "src/tandem/bundled/mini"
@@ -129,6 +129,13 @@ def test_windows_get_the_share_that_is_asked_for_if_one_request_runs_in_it() -> 
     assert size(model, disable_hybrid_swa_memory=True, **settings) == PoolSize(100)
     with pytest.raises(ServerFailure, match="one request may need 384; raise it"):
         size(model, swa_full_tokens_ratio=0.2, **settings)
+
+
+def test_one_request_has_its_parts_where_decoding_needs_more_than_its_prompt_does() -> None:
+    """Two batches of a token each are launched ahead while a third token is waited for."""
+    config = ServerConfig(model="some", page_size=1, chunked_prefill_size=1)
+    assert config.window_depth == 2
+    assert least_parts(config, model_of(None, WINDOW), WINDOW, num_pages=10_000) == WINDOW + 3
 
 
 def test_where_the_usual_share_would_refuse_a_request_pages_stay_whole() -> None:

@@ -78,7 +78,7 @@ def window_tokens(model: ModelConfig) -> int | None:
 
 def least_parts(config: ServerConfig, model: LoadedModel, tokens: int, num_pages: int) -> int:
     """That one request may need: all of a prompt where it is sent or comes from a peer."""
-    ahead = config.chunked_prefill_size * config.window_depth
+    ahead = max(config.chunked_prefill_size * config.window_depth, config.window_depth + 1)  # of a prompt, or decoding
     while_computed = most_seen(tokens, ahead, page_size=config.page_tokens)
     context = ceil_div(config.context_length or model.max_context, config.page_tokens)
     return while_computed if config.role == "unified" else max(while_computed, min(context, num_pages))

@@ -130,7 +130,7 @@ class NodeState:
     @classmethod
     def empty(cls, settings: NodeSettings) -> "NodeState":
         windows = settings.windows or WindowSettings(0, 0)
-        ahead = settings.chunk_tokens * settings.window_depth
+        ahead = max(settings.chunk_tokens * settings.window_depth, settings.block_tokens * (settings.window_depth + 1))
         least = most_seen(windows.tokens, ahead, page_size=settings.page_size) if windows.tokens else 0
         assert windows.max_parts >= least, "one request may need more window parts than there are"
         return cls(
