@@ -145,8 +145,8 @@ BREAKS = (
     Break(
         "who_is_ready_waits_for_the_row_of_one_that_is_parked",
         "core/scheduler/admission.py",
-        "    return may_push(node, progress) and node.results.ensure_metadata_buffer(progress.id)",
-        "    return False",
+        "    given = may_push(node, progress, gives_result_slot=True)",
+        "    given = False",
         "e2e_cpu/test_result_slots.py::test_who_is_ready_takes_the_row_of_one_that_is_parked_and_everybody_is_answered",
     ),
     Break(
@@ -4677,8 +4677,8 @@ OTHERS = (
     Break(
         "who_gives_way_keeps_its_result_slot",
         "core/disagg/prefill_side.py",
-        '    if reason == "yield":',
-        '    if reason == "never":',
+        "            if gives_result_slot:",
+        "            if gives_result_slot is None:",
         "unit/test_core_optimistic.py::test_who_gives_way_gives_its_result_slot_back_too_however_often_it_may_run_again",
     ),
     Break(

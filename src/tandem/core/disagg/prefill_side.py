@@ -302,8 +302,6 @@ def finish_give_back(node: NodeState, progress: Progress, side: PrefillSide) -> 
     if may_retry or reason in ("yield", "rendered"):  # a retry that there is no budget for is none (sglang#26780)
         node.counters.prefill_retries[reason] = node.counters.prefill_retries.get(reason, 0) + 1
         side.prefill_retry_count += 1
-    if reason == "yield":
-        node.results.maybe_release_metadata_buffer(progress.id)  # others may wait for just that
     if may_retry:
         enter(node, progress, Trigger.REQUEUE, first=reason != "yield")  # it made room for those who wait
         return
@@ -320,12 +318,15 @@ def reset_prefill_retry_time(progress: Progress, side: PrefillSide) -> None:
     progress.stages = {"prefill_retried": Nanos(sum(progress.stages.values()))}
 
 
-def yield_parked(node: NodeState) -> bool:
+def yield_parked(node: NodeState, *, gives_result_slot: bool) -> bool:
     """Under pressure of slots, pages or result slots: the least urgent parked request, and of these the newest, gives
-    back what it holds. However urgent it is: nobody waits for it yet."""
+    back what it holds; its result slot only for want of one, or if it may not run again. However urgent it is: nobody
+    waits for it yet."""
     for progress in least_urgent_first(node, node.live(State.PARKED)[::-1]):
         if isinstance(progress.side, PrefillSide):
             give_back(node, progress, progress.side, "yield")
+            if gives_result_slot:
+                node.results.maybe_release_metadata_buffer(progress.id)
             return True
     return False
 

@@ -124,16 +124,17 @@ def count_hit(node: NodeState, progress: Progress) -> None:
         node.counters.storage_hit_tokens += progress.storage_tokens
 
 
-def may_push(node: NodeState, progress: Progress) -> bool:
+def may_push(node: NodeState, progress: Progress, *, gives_result_slot: bool = False) -> bool:
     """The newest parked request has given way, unless this one is no better off."""
-    return not is_early(progress) and prefill_side.yield_parked(node)
+    return not is_early(progress) and prefill_side.yield_parked(node, gives_result_slot=gives_result_slot)
 
 
 def ensure_metadata_buffer(node: NodeState, progress: Progress) -> bool:
     """A result slot. When all are taken and this one is READY, the newest parked request yields its own."""
     if node.results.ensure_metadata_buffer(progress.id):
         return True
-    return may_push(node, progress) and node.results.ensure_metadata_buffer(progress.id)
+    given = may_push(node, progress, gives_result_slot=True)
+    return given and node.results.ensure_metadata_buffer(progress.id)
 
 
 def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
