@@ -284,6 +284,7 @@ def test_it_collects_our_metrics_under_its_own_names(gateway: Server, it: Cluste
         assert line.endswith(" 0")
 
 
+@pytest.mark.slow
 def test_a_decode_that_dies_ends_its_streams_and_what_comes_after_with_errors_at_once() -> None:
     with cluster(prefills=1, decodes=1) as it:
         gateway, prefill = sglang_router(it), it.prefills[0]
@@ -301,6 +302,7 @@ def test_a_decode_that_dies_ends_its_streams_and_what_comes_after_with_errors_at
         eventually(prefill.is_idle, what=prefill.state)
 
 
+@pytest.mark.slow
 def test_a_prefill_that_dies_leaves_its_prompt_to_decode_and_what_comes_after_fails_at_once() -> None:
     with cluster(prefills=1, decodes=1, flags=["--deterministic"]) as it:
         gateway, prefill, decode = sglang_router(it), it.prefills[0], it.decodes[0]

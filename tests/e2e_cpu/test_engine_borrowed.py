@@ -100,9 +100,8 @@ def test_keys_and_values_may_be_kept_in_8_bits(tmp_path: Path) -> None:
 # --- what it knows of itself ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["vaultgemma_caps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "cohere2_windows"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vaultgemma_caps", "gpt2", "cohere2_windows"])
 def test_a_process_of_its_own_finds_the_same(tmp_path: Path, name: str) -> None:
     make(name, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -217,6 +216,7 @@ def test_what_the_port_does_not_do_is_refused_by_name(case: str) -> None:
     assert reason in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_refusal_of_a_process_of_its_own_is_the_same_line(capfd: pytest.CaptureFixture[str]) -> None:
     model_type, architecture, changes, _ = REFUSED["sinks"]
     raw = {**LLAMA, **changes, "model_type": model_type, "architectures": [architecture]}

@@ -52,7 +52,7 @@ MACHINES: dict[str, tuple[int, dict[str, str]]] = {
     ),
 }
 
-MARKS = {"sse": pytest.mark.slow}
+MARKS = dict.fromkeys(("sse", "avx2", "avx512_without_bfloat16"), pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def refusal(server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
     return refused.value.status, refused.value.error
 
 
-@pytest.mark.parametrize("fabric", list(FABRICS))
+@pytest.mark.parametrize("fabric", ["IPv4", pytest.param("IPv6", marks=pytest.mark.slow)])
 def test_a_prefill_elsewhere_is_used_if_its_network_is_allowed_and_refused_by_both_halves_if_not(
     tmp_path: Path, fabric: str
 ) -> None:

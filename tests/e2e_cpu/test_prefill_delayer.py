@@ -80,6 +80,7 @@ def test_nobody_waits_for_more_batches_than_the_flag_says() -> None:
     assert at_once < by_one == count
 
 
+@pytest.mark.slow
 def test_below_the_watermark_nobody_waits() -> None:
     found = served_together("--prefill-delayer-token-usage-low-watermark", "1")
     reasons = {re.search(r'output_reason="(\w*)"', key) for key in found if "delayer_outcomes_total" in key}
@@ -119,6 +120,7 @@ def tuned(server: Server) -> dict[str, float]:
     return {key.partition("{")[0].removeprefix("tandem:prefill_delayer_"): value for key, value in found.items()}
 
 
+@pytest.mark.slow
 def test_no_more_prompts_than_the_flag_says_share_a_batch() -> None:
     with cluster(unified=True, flags=("--prefill-max-requests", "2")) as it:
         server = it.unified
@@ -225,6 +227,7 @@ def test_a_prompt_that_waits_begins_when_as_many_wait_as_the_ratio_wants() -> No
         assert re.findall(r"Prefill batch.*#new-seq: (\d+)", server.log[logged:]) == ["2"]
 
 
+@pytest.mark.slow
 def test_a_prompt_waits_for_the_slots_of_a_usual_batch_whatever_time_has_passed() -> None:
     """One slot is free, and a batch had two prompts: until so many passes have seen no other like that. A delay of a
     millisecond is over before."""
@@ -253,6 +256,7 @@ ROWS = 32  # that run at a time, by default
 PROMPT_BATCH_MS, DECODE_BATCH_MS = 190, 9  # what they cost the model of the report (`bench/delayer.py`)
 
 
+@pytest.mark.slow
 def test_who_ends_alone_is_followed_by_a_prompt_batch_of_its_own(common: Cluster) -> None:
     """All wait from the start, in one queue: those that end together are followed by one batch of prompts. Of equally
     long answers 32 do, of unequal ones hardly any, and what batches cost then is most of the output throughput."""

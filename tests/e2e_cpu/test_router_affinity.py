@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from cluster import Server, cluster
 
 PAGE = 16
@@ -34,6 +35,7 @@ def conversations(router: Server) -> dict[str, list[dict[str, Any]]]:
     return used
 
 
+@pytest.mark.slow
 def test_every_turn_of_a_conversation_finds_the_turn_before_in_the_cache() -> None:
     flags = {"router_flags": ("--prefill-policy", "cache_aware"), "decode_flags": ("--disable-radix-cache",)}
     with cluster(prefills=2, decodes=1, **flags) as made:  # what is cached, prefill has cached

@@ -134,6 +134,7 @@ def two_pairs(names: tuple[str, str]) -> Iterator[Server]:
         yield router
 
 
+@pytest.mark.slow
 def test_two_pairs_answer_for_their_models_and_for_no_other() -> None:
     with two_pairs(("small", "other")) as router:
         eventually(lambda: [it["id"] for it in router.get("/v1/models")["data"]] == ["small", "other"])

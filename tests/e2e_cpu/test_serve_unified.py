@@ -286,7 +286,14 @@ def test_a_template_that_cannot_be_compiled_is_one_line_and_leaves_nothing_runni
     assert not is_open(port)
 
 
-@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors", "architecture", "weights"])
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "config.json",
+        "weights",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("tokenizer.json", "model.safetensors", "architecture")),
+    ],
+)
 def test_a_broken_model_directory_is_one_line_and_leaves_nothing_running(missing: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(MINI, model)

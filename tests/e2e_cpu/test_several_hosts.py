@@ -135,6 +135,7 @@ def test_a_cable_that_is_pulled_and_put_back_while_a_stream_decodes_changes_no_t
     recovers(pair)
 
 
+@pytest.mark.slow
 def test_over_a_cable_that_delays_and_loses_packets_every_request_goes_remote_and_has_its_tokens(pair: Pair) -> None:
     prompts = [number * prompt for number, prompt in enumerate(PROMPTS[:6], 1)]  # of up to a dozen pages
     with pair.hosts["decode"].inside():

@@ -89,6 +89,7 @@ def assert_pushed_back(server: Server, model: PreTrainedModel) -> None:
     assert sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("sglang:num_retracted")) > 0
 
 
+@pytest.mark.slow
 def test_states_outlive_the_server(granite: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     where, model = granite
     flags = [*POOL, *storage_flags(tmp_path)]

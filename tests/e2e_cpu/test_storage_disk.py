@@ -144,7 +144,7 @@ def asked(server: Server, prompt: list[int]) -> Iterator["Future[list[dict]]"]:
         yield pool.submit(ask, server, [prompt])
 
 
-@pytest.mark.parametrize("policy", ["best_effort", "timeout"])
+@pytest.mark.parametrize("policy", ["best_effort", pytest.param("timeout", marks=pytest.mark.slow)])
 def test_a_disk_that_does_not_answer_holds_nobody_up_who_does_not_wait_for_it(
     folder: Path, disk: DiskFaults, policy: str
 ) -> None:
@@ -169,6 +169,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up_who_does_not_wait_for_it(
         eventually(lambda: is_empty(server), what=server.state)
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_slow_disk_gets_its_pages_or_ends_by_deadline_or_leaves(folder: Path, disk: DiskFaults) -> None:
     with unified(folder, "wait_complete") as server:
         wanted, first = written(server, 4)

@@ -383,6 +383,7 @@ def test_the_results_of_two_calls_lead_to_an_answer(fronts: list[Front], ask: As
 # --- models of other makers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", [*CHATS, *RESPONSES])
 def test_a_thought_without_a_mark_before_it_and_calls_in_a_list(fronts_of_others: list[Front], ask: Ask) -> None:
     asked: list[Any] = [{"role": "user", "content": "Find brackets."}]

@@ -78,6 +78,7 @@ def test_where_one_side_says_nixl_it_reads_and_the_tokens_are_the_same(common: C
 
 
 @WITH_NIXL
+@pytest.mark.slow
 def test_clients_that_leave_while_nixl_reads_disturb_nobody(common: Cluster, by_nixl: Cluster) -> None:
     router = by_nixl.router
     assert router is not None
@@ -93,6 +94,7 @@ def test_clients_that_leave_while_nixl_reads_disturb_nobody(common: Cluster, by_
 
 
 @WITH_NIXL
+@pytest.mark.slow
 def test_a_prefill_that_is_killed_while_nixl_reads_costs_no_token_and_comes_back(
     common: Cluster, by_nixl: Cluster
 ) -> None:

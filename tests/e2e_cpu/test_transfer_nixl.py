@@ -140,6 +140,7 @@ def freezes_it_first(server: ServingProcess, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(agent, "read", freeze_and_read)
 
 
+@pytest.mark.slow
 def test_what_a_frozen_owner_sends_when_it_is_drained_comes_to_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL cannot take a read back: it goes on when the owner does."""
     with serving(io_timeout_s=0.5) as (server, reader):
@@ -160,6 +161,7 @@ def test_what_a_frozen_owner_sends_when_it_is_drained_comes_to_no_page(monkeypat
         assert all(reader.page(page) == OWN for page in ALL)
 
 
+@pytest.mark.slow
 def test_an_agent_whose_read_has_not_ended_is_not_used_again_and_ends_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(io_timeout_s=0.5) as (server, reader):
         freezes_it_first(server, monkeypatch)
@@ -222,6 +224,7 @@ def test_a_cancelled_pull_drains_soon_though_nixl_reads_on(monkeypatch: pytest.M
         assert not reader.all(TransferFailed, 1)
 
 
+@pytest.mark.slow
 def test_agents_whose_reads_do_not_end_are_bounded_and_the_transfer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("tandem.transfer.reader"), "MAX_RESTLESS", 1)
     with serving(io_timeout_s=0.5) as (frozen, reader), serving() as (other, _):

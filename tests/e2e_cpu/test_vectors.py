@@ -282,6 +282,7 @@ def test_flags_that_do_not_go_with_vectors_are_refused_at_start(bert: Served, qw
         assert named in ended.stderr
 
 
+@pytest.mark.slow
 def test_an_encoders_prompt_has_to_fit_one_batch(bert: Served) -> None:
     """Of either replica."""
     flags = ["--chunked-prefill-size", "64", "--dp-size", "2"]

@@ -43,7 +43,12 @@ def kv_bytes(server: Server) -> int:
 
 
 @pytest.mark.parametrize(
-    ("is_off", "cut"), [(False, ()), (True, ()), pytest.param(False, ("--tp-size", "2"), marks=pytest.mark.slow)]
+    ("is_off", "cut"),
+    [
+        (False, ()),
+        pytest.param(True, (), marks=pytest.mark.slow),
+        pytest.param(False, ("--tp-size", "2"), marks=pytest.mark.slow),
+    ],
 )
 def test_the_pool_has_memory_for_the_windows_only_and_every_token_is_the_same(
     gemma: tuple[Path, PreTrainedModel], is_off: bool, cut: tuple[str, ...]
@@ -78,6 +83,7 @@ def test_a_pair_says_what_transformers_says(gemma: tuple[Path, PreTrainedModel])
             eventually(server.is_idle, what=server.states)
 
 
+@pytest.mark.slow
 def test_what_comes_back_from_host_memory_and_storage_says_the_same(
     gemma: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:

@@ -175,6 +175,7 @@ def test_a_search_leaves_the_tables_as_they_were() -> None:
     assert all(machine.rules is rules for machine, rules in before)
 
 
+@pytest.mark.slow
 def test_a_search_is_the_same_whatever_the_hash_seed() -> None:
     said = set()
     for hash_seed in ("0", "4711"):

@@ -44,6 +44,7 @@ def told_again(text: str) -> tuple[str, str]:
     return broken.value.invariant, "\n".join(scenario.lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -37,6 +37,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     return answers
 
 
+@pytest.mark.slow
 def test_answers_in_every_form_are_those_of_one_engine(answered: list[Answer]) -> None:
     found = {(answer.ask.path, answer.ask.form) for answer in answered if isinstance(answer.ask, FormedAsk)}
     assert found == {(path, index) for path, forms in FORMS.items() for index in range(len(forms))}
@@ -46,6 +47,7 @@ def test_answers_in_every_form_are_those_of_one_engine(answered: list[Answer]) -
     assert any(right.text for right in rights)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_another_or_a_call_against_its_schema_is_noticed(answered: list[Answer]) -> None:
     called = next(answer for answer in answered if answer.right is not None and answer.right.calls)
     check_form(called, called.right)

@@ -31,6 +31,7 @@ UNEQUAL = (
     99,
 )  # prefill and decode are cut differently; the second has found an attempt that was forgotten too early
 CONTEXT = (1, 124, 174, 277)  # prefills whose workers share out the tokens of prompts, in every way that is drawn
+LONG = (124, 174)
 HASH_SEED = 217  # two stages: pairs, bytes one by one, and corrupted ones
 STRIKE_NS = START_NS + 2 * SECOND
 Strike = Callable[[World, Process], None]
@@ -62,7 +63,9 @@ def test_every_request_between_sides_that_are_cut_differently_ends_as_promised(
     assert result.num_finished > 0
 
 
-@pytest.mark.parametrize("seed", CONTEXT)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed in LONG else ()) for seed in CONTEXT]
+)
 def test_every_request_to_a_prefill_that_shares_out_tokens_ends_as_promised(seed: int) -> None:
     result = run_seed(seed)
     assert draw_context(seed) != UNCUT
