@@ -155,7 +155,7 @@ def test_a_rank_that_hangs_while_it_loads_again_is_tried_again(monkeypatch: pyte
         server.api._config = replace(server.api._config, watchdog_timeout=0.05)
         server.linger = True
         server.dies(1)
-        await server.starts(1, 3)
+        await until(lambda: len(server.lives[1]) >= 3 and server.api._restarts[1].is_loading)
         assert server.api._restarts[1].attempt >= 1
         assert not server.lives[1][1].child.lingers, "what hung is ended"
         server.linger = False
