@@ -241,7 +241,13 @@ def member_seeds() -> Mapping[str, bytes]:
     packed = {name.lower(): msgspec.msgpack.encode(message) for name, message in messages.items()}
     foreign = msgspec.msgpack.encode(HELLO)
     found = {name: join_frames([body]) for name, body in packed.items()}
+    found["nested"] = join_frames([with_nested_field(packed["release"], 5_000)])
     return {**found, "all": join_frames(list(packed.values())), "in_anothers_name": join_frames([foreign])}
+
+
+def with_nested_field(message: bytes, depth: int) -> bytes:
+    """With one more field, which nobody knows, nested so deeply."""
+    return bytes([message[0] + 1]) + message[1:] + msgspec.msgpack.encode("x") + b"\x91" * depth + b"\xc0"
 
 
 def mutate_member(random, entry: bytes, other: bytes) -> bytes:  # type: ignore[no-untyped-def]  # as all mutators
