@@ -3,20 +3,25 @@
 import json
 from dataclasses import fields
 from functools import partial
+from random import Random
 
 import pytest
+from msgspec import structs
 
 from tandem.cli.main import main
 from tandem.config import ServerConfig
+from tandem.sampling import SamplingParams
 from tandem.simulator.hunt import run_each
 from tandem.simulator.report import SeedResult
-from tandem.simulator.whole.clients import Answers
+from tandem.simulator.whole.clients import SAMPLING, Answers, ClientRequest, draw_sampling
 from tandem.simulator.whole.cuts import CONTEXTS, SIDES
 from tandem.simulator.whole.options import TORCH, Options, draw_options
 from tandem.simulator.whole.torch_engine import alone, with_torch
 from tandem.simulator.whole.world import run_seed
 
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=True)
 PAIR, SINGLE = 455, 62  # in calm: several requests at a time on decode; a unified server
+SAMPLED = 10_004  # off the record: clients say how tokens are to be chosen
 SEEDS = (
     8,  # two prefills and two decodes; bytes are spoiled, batches fail
     12,  # replicas of two stages
@@ -38,18 +43,38 @@ def test_a_pair_says_what_one_engine_says_and_the_same_seed_gives_the_same_bytes
     assert run_seed(PAIR, engine=TORCH).log_hash == result.log_hash
 
 
+def test_clients_sample_and_whoever_draws_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_seed(SAMPLED, engine=TORCH)
+    assert not result.invariant, f"{result.line}: {result.detail}"
+    params_of = ClientRequest.params
+
+    def of_another_draw(ask: ClientRequest, sample: int) -> SamplingParams:
+        params = params_of(ask, sample)
+        return structs.replace(params, seed=params.seed + 1)
+
+    monkeypatch.setattr(ClientRequest, "params", of_another_draw)
+    assert run_seed(SAMPLED, engine=TORCH).invariant == "S14"
+
+
+def test_how_clients_sample_is_drawn_of_everything_that_they_may_say() -> None:
+    drawn = [draw_sampling(Random(f"sampling {seed}")) for seed in range(200)]
+    assert {name for one in drawn for name in one} == {*SAMPLING, "temperature", "logit_bias"}
+    assert 40 < sum(not one for one in drawn) < 100
+    assert {one["temperature"] for one in drawn if one} == {0.0, 0.5, 1.0, 1.5}
+
+
 def test_one_engine_alone_says_the_same_again_and_stops_where_it_ends() -> None:
     say, prompt = alone(8), [*range(40, 60)]
-    answer = say(prompt, 24, ignore_eos=True)
+    answer = say(prompt, 24, GREEDY)
     assert len(answer) == 24
-    assert [token for token, _ in say(prompt, 9, ignore_eos=True)] == [token for token, _ in answer[:9]]
-    assert say(answer_of_one(say, prompt, 5), 19, ignore_eos=True) == answer[5:]
+    assert [token for token, _ in say(prompt, 9, GREEDY)] == [token for token, _ in answer[:9]]
+    assert say(answer_of_one(say, prompt, 5), 19, GREEDY) == answer[5:]
     assert all(logprob <= 0 for _, logprob in answer)
 
 
 def answer_of_one(say: Answers, prompt: list[int], count: int) -> list[int]:
     """The prompt, and so much of the answer."""
-    return prompt + [token for token, _ in say(prompt, count, ignore_eos=True)]
+    return prompt + [token for token, _ in say(prompt, count, GREEDY)]
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,11 @@ from typing import Any, Protocol  # Any: JSON documents
 
 import httptools
 import msgspec
+from msgspec import structs
 
+from tandem.sampling import SamplingParams
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.validation import hashed
 from tandem.server.router.app import CONTROL_SECONDS
 from tandem.simulator.whole.cluster import MODEL
 from tandem.simulator.whole.engine import EOS_TOKEN, LOGPROB, right_tokens
@@ -24,19 +27,28 @@ from tandem.simulator.whole.sockets import Machine
 
 VOCABULARY = 512
 PROMPT_LENGTHS = (1, 3, 12, 40, 90)
+MOST_LIKELY = 5  # tokens, of which one is chosen where /generate is asked to sample
+SAMPLING = {
+    "top_p": (0.5, 0.9),
+    "min_p": (0.05,),
+    "presence_penalty": (-1.0, 0.5, 1.5),
+    "frequency_penalty": (-0.5, 0.3, 1.2),
+    "repetition_penalty": (0.8, 1.1, 1.5),
+}
 NEVER_SAID = "\u2603\u2603\u2603"  # a stop string that must be looked for and is not there
 PATIENCE_S = CONTROL_SECONDS + 1.0  # for whatever is no generation: a router sees an order through, whoever listens
 LONGEST_WAIT_S = 45.0  # then a client gives up, which is a violation
 
 
 class Answers(Protocol):
-    """What an engine has to say, greedily: tokens and their log-probabilities."""
+    """What an engine has to say: tokens and their log-probabilities."""
 
-    def __call__(self, prompt: Sequence[int], count: int, *, ignore_eos: bool) -> list[tuple[int, float]]: ...
+    def __call__(self, prompt: Sequence[int], count: int, params: SamplingParams) -> list[tuple[int, float]]: ...
 
 
-def plain_answer(prompt: Sequence[int], count: int, *, ignore_eos: bool) -> list[tuple[int, float]]:
-    tokens = right_tokens(prompt, count, vocab_size=VOCABULARY, ignore_eos=ignore_eos)
+def plain_answer(prompt: Sequence[int], count: int, params: SamplingParams) -> list[tuple[int, float]]:
+    """Of an engine that knows one answer to each prompt."""
+    tokens = right_tokens(prompt, count, vocab_size=VOCABULARY, ignore_eos=params.ignore_eos)
     return [(token, LOGPROB) for token in tokens]
 
 
@@ -65,6 +77,7 @@ class ClientRequest:
     num_samples: int = 1
     priority: int | None = None
     transfer: dict[str, Any] | None = None  # of a router that asks prefill and decode in turn
+    sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # `draw_sampling`; nothing: greedy
     answers: Answers = plain_answer  # of the engines that are asked
 
     @property
@@ -79,13 +92,14 @@ class ClientRequest:
         if self.path == "/generate":
             given: dict[str, Any] = {"text": self.text} if self.text else {"input_ids": self.prompt}
             sampling = {"max_new_tokens": self.max_new, "ignore_eos": self.ignore_eos, "temperature": 0}
-            sampling |= {"stop": [NEVER_SAID], "top_k": 5, "skip_special_tokens": True}
+            sampling |= {"stop": [NEVER_SAID], "top_k": MOST_LIKELY, "skip_special_tokens": True}
+            sampling |= {"sampling_seed": self.number, **self.sampling} if self.sampling else {}
             given |= self._precedence
             scores = {"return_logprob": bool(self.scores), "top_logprobs_num": max(0, self.scores - 1)}
             return {**given, **scores, "sampling_params": sampling, "stream": self.is_streamed, "rid": self.rid}
         rest = {"max_tokens": self.max_new, "stream": self.is_streamed, "rid": self.rid, "temperature": 0}
         rest |= {"ignore_eos": self.ignore_eos, "stop": NEVER_SAID, "n": self.num_samples, "seed": self.number}
-        rest |= self._precedence
+        rest |= self._precedence | self.sampling
         if self.transfer is not None:
             rest |= {"kv_transfer_params": self.transfer}
         if self.is_streamed:
@@ -96,10 +110,19 @@ class ClientRequest:
         scores = {"logprobs": True, "top_logprobs": self.scores} if self.scores else {}
         return {"messages": [{"role": "user", "content": self.text}], **rest, **scores}
 
-    def right_ids(self) -> list[int]:
-        return [token for token, _ in self.right_scores()]
+    def params(self, sample: int) -> SamplingParams:
+        """What the body means to an engine, of which the log-probabilities of all tokens are asked."""
+        greedy = SamplingParams(temperature=0.0, ignore_eos=self.ignore_eos, logprobs=True)
+        if not self.sampling:
+            return greedy
+        seed = self.number if sample == 0 else hashed(b"seed", self.number, sample)
+        top_k = MOST_LIKELY if self.path == "/generate" else 0
+        return structs.replace(greedy, seed=seed, top_k=top_k, **self.sampling)
 
-    def right_scores(self) -> list[tuple[int, float]]:
+    def right_ids(self, sample: int = 0) -> list[int]:
+        return [token for token, _ in self.right_scores(sample)]
+
+    def right_scores(self, sample: int = 0) -> list[tuple[int, float]]:
         prompt: Sequence[int] = self.prompt
         if self.path == "/v1/chat/completions":
             message = {"role": "user", "content": self.text}
@@ -107,10 +130,10 @@ class ClientRequest:
             prompt = tokenizer().encode(rendered.text, add_special_tokens=False)
         elif self.text:
             prompt = tokenizer().encode(self.text)
-        return self.answers(prompt, self.max_new, ignore_eos=self.ignore_eos)
+        return self.answers(prompt, self.max_new, self.params(sample))
 
-    def right_text(self) -> str:
-        tokens = self.right_ids()
+    def right_text(self, sample: int = 0) -> str:
+        tokens = self.right_ids(sample)
         if tokens and tokens[-1] == EOS_TOKEN:
             tokens.pop()
         return tokenizer().decode(tokens)
@@ -206,6 +229,19 @@ def draw_ask(
         scores=random.choice((0, 0, 0, 1, 3)),
         num_samples=random.choice((1, 1, 1, 2)) if path != "/generate" else 1,
     )
+
+
+def draw_sampling(random: Random) -> dict[str, Any]:
+    """How tokens are to be chosen, by the names that all dialects have; nothing: greedily, as in every third."""
+    if not random.randrange(3):
+        return {}
+    found: dict[str, Any] = {"temperature": random.choice((0.0, 0.5, 1.0, 1.5))}
+    for name, values in SAMPLING.items():
+        if random.random() < 0.3:
+            found[name] = random.choice(values)
+    if random.random() < 0.2:
+        found["logit_bias"] = {random.randrange(3, VOCABULARY): random.choice((-100.0, -5.0, 5.0)) for _ in range(4)}
+    return found
 
 
 @dataclass(frozen=True, slots=True)

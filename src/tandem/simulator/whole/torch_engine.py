@@ -152,19 +152,18 @@ class Alone:
         num_pages = ceil_div(MOST_TOKENS, page_size)
         self._engine = Engine(weights.load(MODEL), page_size=page_size, num_pages=num_pages, deterministic=True)
         self._pages = tuple(map(PageId, range(num_pages)))
-        self._known: dict[tuple[tuple[int, ...], int, bool], list[tuple[int, float]]] = {}
+        self._known: dict[tuple[tuple[int, ...], int, bytes], list[tuple[int, float]]] = {}
 
-    def __call__(self, prompt: Sequence[int], count: int, *, ignore_eos: bool) -> list[tuple[int, float]]:
-        key = (tuple(prompt), count, ignore_eos)
+    def __call__(self, prompt: Sequence[int], count: int, params: SamplingParams) -> list[tuple[int, float]]:
+        key = (tuple(prompt), count, msgspec.msgpack.encode(params))
         if key not in self._known:
-            self._known[key] = self._say(prompt, count, ignore_eos=ignore_eos)
+            self._known[key] = self._say(prompt, count, params)
         return self._known[key]
 
-    def _say(self, prompt: Sequence[int], count: int, *, ignore_eos: bool) -> list[tuple[int, float]]:
+    def _say(self, prompt: Sequence[int], count: int, params: SamplingParams) -> list[tuple[int, float]]:
         engine, found = self._engine, list[tuple[int, float]]()
         engine.kv.tensor.zero_()
-        sampling = SamplingParams(temperature=0.0, ignore_eos=ignore_eos, logprobs=True)
-        engine.add(Payload(ONLY, array("i", prompt).tobytes(), sampling, bytes(16)))
+        engine.add(Payload(ONLY, array("i", prompt).tobytes(), params, bytes(16)))
         row = Row(ONLY, 0, len(prompt), 0, self._pages, samples=True)
         plan = BatchPlan(BatchId(1), 1, BatchKind.PREFILL, rows=(row,))
         while True:

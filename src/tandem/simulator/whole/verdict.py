@@ -70,12 +70,13 @@ def _check_tokens(answer: Answer, what: str) -> None:
     if answer.right is not None:
         check_form(answer, answer.right)
         return
-    found = said_in(answer)
-    right = answer.ask.right_ids() if answer.ask.path == "/generate" else answer.ask.right_text()
-    if len(found) != answer.ask.num_samples or any(said != right for said in found):
+    found, ask = said_in(answer), answer.ask
+    said_of = ask.right_ids if ask.path == "/generate" else ask.right_text
+    right = [said_of(sample) for sample in range(ask.num_samples)]
+    if found != right:
         raise Violation("S14", f"{what}: {found!r}, not {right!r}")
-    if answer.ask.scores and answer.ask.path == "/generate":
-        _check_scores(answer.events()[-1], answer.ask.right_scores(), what)
+    if ask.scores and ask.path == "/generate":
+        _check_scores(answer.events()[-1], ask.right_scores(), what)
 
 
 def _check_scores(said: dict[str, Any], right: list[tuple[int, float]], what: str) -> None:

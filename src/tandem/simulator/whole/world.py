@@ -37,7 +37,17 @@ from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult
 from tandem.simulator.whole import cluster as servers
-from tandem.simulator.whole.clients import Answer, Answers, ClientRequest, Keys, ask_at, draw_ask, plain_answer, simple
+from tandem.simulator.whole.clients import (
+    Answer,
+    Answers,
+    ClientRequest,
+    Keys,
+    ask_at,
+    draw_ask,
+    draw_sampling,
+    plain_answer,
+    simple,
+)
 from tandem.simulator.whole.cluster import PlainModel, Server
 from tandem.simulator.whole.collectives import collectives
 from tandem.simulator.whole.disk import Disk
@@ -321,6 +331,8 @@ class World:
 
     async def _ask(self, ask: ClientRequest, random: Random) -> Answer:
         ask = replace(ask, answers=self.right)
+        if not self.is_plain and self.options.seed >= FIRST_OFF_RECORD:
+            ask = replace(ask, sampling=draw_sampling(Random(f"sampling {self.options.seed} {ask.number}")))
         if self.options.block_tokens > 1:
             ask = replace(ask, scores=0)  # which tokens have that are found one behind the other
         answer = await ask_at(*self._front, ask, random, self.keys)
