@@ -57,6 +57,7 @@ def has_ended(server: Server) -> bool:
     return server.member.process.poll() is not None
 
 
+@pytest.mark.slow
 def test_a_node_that_loses_its_worker_leaves_a_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with alone() as server:
         server.generate(PROMPT)
@@ -85,6 +86,7 @@ if "serve" in sys.orig_argv:
 """
 
 
+@pytest.mark.slow
 def test_an_api_process_whose_loop_hangs_ends_with_the_cause_and_leaves_a_record(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,6 +182,7 @@ def test_a_pair_that_serves_codes_says_what_one_server_says(tmp_path: Path, own_
         assert "165" in answers[0]["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_path: Path, own_cache: Path) -> None:
     file = tmp_path / "mini-mixed.gguf"
     write(file, MIXED)

@@ -70,6 +70,7 @@ def tokens(answers: list[dict]) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
 
+@pytest.mark.slow
 def test_a_pair_says_what_one_server_says_with_prefixes_from_pool_and_host_and_a_quarter_of_the_bytes() -> None:
     text = [token for prompt in real_prompts(60)[10:] for token in prompt]
     prompts = [[3, 20 + i, *text[i * 150 : (i + 1) * 150]] for i in range(12)]

@@ -97,6 +97,7 @@ def test_the_histograms_have_the_bounds_that_the_flags_name(server: Server) -> N
     assert [bound for unit, bound in found if unit == "seconds"] == ["0.0", "0.05", "2.5", "+Inf"]
 
 
+@pytest.mark.slow
 def test_a_server_whose_ratio_is_found_out_says_so_and_changes_no_token(common: Cluster) -> None:
     flags = ("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "auto")
     plain = common.unified

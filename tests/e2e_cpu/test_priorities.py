@@ -119,7 +119,7 @@ def test_who_is_more_urgent_answers_first_and_all_say_what_one_engine_says(
     eventually(one.unified.is_idle, what=one.unified.state)
 
 
-@pytest.mark.parametrize("by_header", [False, True])
+@pytest.mark.parametrize("by_header", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_same_on_a_pair_through_its_router(pair: Cluster, alone: dict[str, list[int]], by_header: bool) -> None:
     assert pair.router is not None
     story(pair.router, pair.decodes[0], alone, by_header=by_header)

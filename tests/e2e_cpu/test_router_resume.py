@@ -184,6 +184,7 @@ def test_streams_go_on_with_another_decode_when_theirs_is_killed(it: Cluster) ->
     eventually(it.prefills[0].is_idle, what=it.prefills[0].state)
 
 
+@pytest.mark.slow
 def test_every_choice_of_a_stream_goes_on_with_its_own_draws(it: Cluster) -> None:
     """As a pair says it that is asked with the same rooms, without a router and a kill: draws are seeded with them."""
     assert it.router is not None

@@ -55,6 +55,7 @@ def pages_of(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != "secret"]
 
 
+@pytest.mark.slow
 def test_a_conversation_is_a_hit_after_the_server_was_killed(tmp_path: Path) -> None:
     wanted = prompts(0)
     with cluster(unified=True, flags=flags(tmp_path)) as running:

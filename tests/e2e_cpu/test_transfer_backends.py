@@ -43,9 +43,10 @@ def test_on_one_host_auto_copies_from_shared_memory(common: Cluster) -> None:
     assert connections(common.unified) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "decode", "way"),
-    [("auto", "sock", "unix"), pytest.param("sock", "auto", "unix", marks=pytest.mark.slow)],
+    [("auto", "sock", "unix"), ("sock", "auto", "unix")],
 )
 def test_where_one_side_says_sock_bytes_are_sent_and_the_tokens_are_the_same(
     common: Cluster, prefill: str, decode: str, way: str

@@ -72,6 +72,7 @@ def test_a_whole_cluster_notices_the_break(it: WholeBreak, tmp_path: Path) -> No
     assert "noticed" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_what_the_breaks_are_tried_on_is_clean_without_one(tmp_path: Path) -> None:
     seeds = {by for it in TRIED if isinstance(by := NOTICED_BY[it.name], int)}
 

@@ -50,6 +50,7 @@ def test_every_request_of_a_cluster_with_storage_ends_as_promised(seed: int, mon
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes() -> None:
     assert run_seed(SEEDS[0]).log_hash == run_seed(SEEDS[0]).log_hash
 

@@ -43,6 +43,7 @@ def test_a_pair_says_what_one_engine_says_and_the_same_seed_gives_the_same_bytes
     assert run_seed(PAIR, engine=TORCH).log_hash == result.log_hash
 
 
+@pytest.mark.slow
 def test_clients_sample_and_whoever_draws_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_seed(SAMPLED, engine=TORCH)
     assert not result.invariant, f"{result.line}: {result.detail}"

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys
 import {module}
@@ -40,5 +42,6 @@ def test_where_torch_was_there_before_nothing_is_left_out() -> None:
     assert said("torch") == ["True", "(3, 4)", "(3, 4)"]
 
 
+@pytest.mark.slow
 def test_code_of_transformers_has_all_of_torch() -> None:
     assert said("tandem.engine.lean_torch, tandem.engine.models.transformers_parts") == ["True", "(3, 4)", "(3, 4)"]

@@ -5,6 +5,7 @@ A fixed seed and a fixed number of them; the node is a fake one.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import msgspec
@@ -34,8 +35,9 @@ def operations_of(mode: str) -> dict[str, APIOperation]:
 
 
 OPERATIONS = {role: operations_of(mode) for role, mode in ROLES.items()}
-FITTING = [("unified", name) for name in OPERATIONS["unified"] if "/debug/" not in name]
-FITTING += [(role, f"POST {path}") for role in ("prefill", "decode") for path in GENERATION]
+FITTING: list[Any] = [("unified", name) for name in OPERATIONS["unified"] if "/debug/" not in name]
+FITTING += [("decode", f"POST {path}") for path in GENERATION]
+FITTING += [pytest.param("prefill", f"POST {path}", marks=pytest.mark.slow) for path in GENERATION]
 UNFIT = [name for name, it in OPERATIONS["unified"].items() if name.startswith("POST") and it.body]
 
 
