@@ -153,13 +153,14 @@ def test_a_rank_that_hangs_while_it_loads_again_is_tried_again(monkeypatch: pyte
     async def story(server: Server, running: "asyncio.Task[None]") -> None:
         await server.serves()
         server.api._config = replace(server.api._config, watchdog_timeout=0.05)
+        server.api._first_start_s = 0.01
         server.linger = True
         server.dies(1)
         await until(lambda: len(server.lives[1]) >= 3 and server.api._restarts[1].is_loading)
         assert server.api._restarts[1].attempt >= 1
         assert not server.lives[1][1].child.lingers, "what hung is ended"
         server.linger = False
-        server.api._first_start_s = 1_000.0
+        server.api._first_start_s = 1_000.0  # now there is time for what is loading
         await until(lambda: len(server.lives[1]) >= 4 and server.api._restarts[1].is_loading)
         server.ready(1)
         await until(lambda: not server.api._restarts)
