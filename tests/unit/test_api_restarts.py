@@ -6,7 +6,7 @@ The API process runs here with its real ports; each node is a socket in the test
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from unittest.mock import Mock
 
 import msgspec
@@ -149,21 +149,20 @@ def test_a_rank_that_dies_before_it_is_ready_is_tried_again_later_each_time() ->
 
 def test_a_rank_that_hangs_while_it_loads_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "RECORD_S", 0.01)
+    monkeypatch.setattr(
+        process, "loading_patience_s", lambda first_s, watchdog_s, attempt: 1_000.0 if attempt else 0.05
+    )
 
     async def story(server: Server, running: "asyncio.Task[None]") -> None:
         await server.serves()
-        server.api._config = replace(server.api._config, watchdog_timeout=0.05)
-        server.api._first_start_s = 0.01
         server.linger = True
         server.dies(1)
-        await until(lambda: len(server.lives[1]) >= 3 and server.api._restarts[1].is_loading)
-        assert server.api._restarts[1].attempt >= 1
+        await server.starts(1, 3)
+        assert server.api._restarts[1].attempt == 1
         assert not server.lives[1][1].child.lingers, "what hung is ended"
-        server.linger = False
-        server.api._first_start_s = 1_000.0  # now there is time for what is loading
-        await until(lambda: len(server.lives[1]) >= 4 and server.api._restarts[1].is_loading)
         server.ready(1)
         await until(lambda: not server.api._restarts)
+        server.lives[1][2].child.lingers = False
         assert not running.done()
 
     serve(story)
