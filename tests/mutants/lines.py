@@ -4831,7 +4831,7 @@ OTHERS = (
     Break(
         "demo_has_no_key",
         "cli/demo.py",
-        ", **authorization()}",
+        ", **key}",
         "}",
         "unit/test_command_ends.py::test_a_pair_whose_key_is_in_the_environment_is_told_it",
     ),

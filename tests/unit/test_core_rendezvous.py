@@ -455,11 +455,11 @@ def test_an_offer_of_somebody_else_than_the_prefill_changes_nothing() -> None:
 
 def test_an_abort_of_somebody_else_than_the_prefill_changes_nothing() -> None:
     world, _prefill, decode, _left, right = meet_before_computing()
-    stranger = world.prefill("stranger")
+    another = world.prefill("another")
     decode.holds.add(Offer)
     world.run()
-    forged = Abort(Room(world.next_room), stranger.name, Cause.LAYOUT_MISMATCH, "")  # no fallback would follow
-    say(world, decode, [PeerSaid(stranger.name, forged)])
+    forged = Abort(Room(world.next_room), another.name, Cause.LAYOUT_MISMATCH, "")  # no fallback would follow
+    say(world, decode, [PeerSaid(another.name, forged)])
     assert decode.state_of(right) is State.ARRIVING
     decode.release()
     world.run()

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tandem.cli.failure import CommandFailed
-from tandem.server.keys import ENVIRONMENT, KeyProblem, key_text
+from tandem.server.keys import ENVIRONMENT, KeyProblem, authorization, key_text
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 # Where a server may be that nobody has named: of `tandem serve` and `tandem router`, of `tandem up` and vLLM.
@@ -140,10 +140,9 @@ def client_options(args: argparse.Namespace, *, timeout_seconds: float | None = 
         keys = key_text("--api-key", args.api_key, args.api_key_file, os.environ)
     except KeyProblem as problem:
         raise CommandFailed(str(problem), is_wrong_usage=True) from None
-    headers = {} if keys is None else {"authorization": f"Bearer {keys.splitlines()[0]}"}
     return {
         "base_url": _checked(base_url(args.url)),
-        "headers": headers,
+        "headers": authorization(keys),
         "timeout": httpx.Timeout(timeout_seconds or SILENT_SECONDS, connect=CONNECT_SECONDS),
         "trust_env": "127.0.0.1" not in args.url and "localhost" not in args.url,
     }

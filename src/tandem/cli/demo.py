@@ -16,7 +16,7 @@ from typing import Any  # JSON documents
 from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import Member, serve_words, start_pd, temporary_fleet
 from tandem.cli.ports import free_ports
-from tandem.server.keys import key_text
+from tandem.server.keys import authorization, key_text
 
 MODEL = "tandem/mini"
 PROMPT = (  # of a kind that the bundled model has learned, and answers rightly
@@ -116,7 +116,9 @@ def ask(server: Member, tokens: list[int], screen: Screen) -> TimedAnswer:
 def post(server: Member, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **authorization()})
+        # Where the environment holds keys, the servers have them too.
+        key = authorization(key_text("--api-key", None, None, os.environ))
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **key})
         reply = connection.getresponse()
         if reply.status != 200:
             raise CommandFailed(
@@ -125,12 +127,6 @@ def post(server: Member, path: str, body: dict[str, Any]) -> http.client.HTTPRes
     except (OSError, http.client.HTTPException) as error:
         raise CommandFailed(f"{server.name} does not answer: {error}") from error
     return reply
-
-
-def authorization() -> dict[str, str]:
-    """Where the environment holds keys, the servers have them too, and would not start with one that cannot be sent."""
-    keys = key_text("--api-key", None, None, os.environ)
-    return {} if keys is None else {"Authorization": f"Bearer {keys.splitlines()[0]}"}
 
 
 def generated(server: Member, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

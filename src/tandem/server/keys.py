@@ -78,6 +78,11 @@ def forget_environment() -> None:
         os.environ.pop(name, None)
 
 
+def authorization(text: str | None) -> dict[str, str]:
+    """The header that a client sends: its first key, or nothing where there is none. `text`: as `key_text` has it."""
+    return {} if text is None else {"authorization": f"Bearer {text.splitlines()[0]}"}
+
+
 def key_text(flag: str, value: str | None, path: str | None, environment: Mapping[str, str]) -> str | None:
     """All keys of one kind, one per line. Raises KeyProblem."""
     if value is not None and path is not None:
