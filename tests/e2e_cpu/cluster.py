@@ -102,6 +102,14 @@ class Server:
         except OSError:
             return False
 
+    def metric(self, *parts: str) -> float:
+        """Of all lines of /metrics that have all of `parts`, the sum."""
+        with self.open("GET", "/metrics") as reply:
+            lines = reply.read().decode().splitlines()
+        found = [line for line in lines if not line.startswith("#") and all(part in line for part in parts)]
+        assert found, f"no line has {parts}"
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
     def state(self) -> dict[str, Any]:
         """Of the only DP rank."""
         (found,) = self.states()

@@ -81,13 +81,6 @@ def flush(it: Cluster) -> None:
         server.open("POST", "/flush_cache").close()
 
 
-def metric(server: Server, *parts: str) -> float:
-    with server.open("GET", "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    (line,) = [line for line in lines if all(part in line for part in parts)]
-    return float(line.rpartition(" ")[2])
-
-
 @pytest.mark.parametrize("half", ["prefill", "decode"])
 def test_when_every_transfer_fails_decode_computes_the_same_tokens_itself(it: Cluster, half: str) -> None:
     flush(it)
@@ -175,7 +168,7 @@ def test_forced_retries_follow_the_probability_at_run_time(it: Cluster) -> None:
     prefill = it.prefills[0]
 
     def forced() -> float:
-        return metric(prefill, "sglang:num_prefill_retries_total{", 'reason="forced"')
+        return prefill.metric("sglang:num_prefill_retries_total{", 'reason="forced"')
 
     for prob in (0.5, 1.0, 0.0):
         flush(it)

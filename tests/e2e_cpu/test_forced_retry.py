@@ -34,16 +34,8 @@ def rid(name: str, *, forced: bool) -> str:
     return next(rid for rid in rids if should_force_retry(rid, prob=0.5, prefill_retry_count=0) is forced)
 
 
-def metric(server: Server, *parts: str) -> float:
-    """The one line of /metrics that has all of `parts`."""
-    with server.open("GET", "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    (line,) = [line for line in lines if all(part in line for part in parts)]
-    return float(line.rpartition(" ")[2])
-
-
 def forced_retries(it: Cluster) -> float:
-    return metric(it.prefills[0], "sglang:num_prefill_retries_total{", 'reason="forced"')
+    return it.prefills[0].metric("sglang:num_prefill_retries_total{", 'reason="forced"')
 
 
 @pytest.mark.parametrize("name", list(PROMPTS))
@@ -76,6 +68,6 @@ def test_what_a_retry_finds_of_itself_is_no_cache_hit(router: Server, it: Cluste
     before = forced_retries(it)
     router.generate([78] * 1200, max_new_tokens=2, rid=rid("fresh", forced=True))
     assert forced_retries(it) == before + 1
-    assert metric(it.prefills[0], "sglang:cache_hit_rate{") == 0.0
+    assert it.prefills[0].metric("sglang:cache_hit_rate{") == 0.0
     router.generate([78] * 1200, max_new_tokens=2, rid=rid("again", forced=True))
-    assert metric(it.prefills[0], "sglang:cache_hit_rate{") > 0.0, "what another request left is one"
+    assert it.prefills[0].metric("sglang:cache_hit_rate{") > 0.0, "what another request left is one"

@@ -41,12 +41,6 @@ def from_host(answers: list[dict]) -> int:
     return sum(answer["meta_info"]["cached_tokens_details"]["host"] for answer in answers)
 
 
-def metric(server: Server, name: str) -> float:
-    with server.open("GET", "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -69,8 +63,8 @@ def test_pages_that_left_the_pool_come_back_from_host_memory(policy: str) -> Non
         assert from_host(again) >= PROMPTS * LENGTH // 2
         assert_right(wanted, first)
         assert [answer["output_ids"] for answer in again] == [answer["output_ids"] for answer in first]
-        assert metric(server, 'sglang:cached_tokens_total{cache_source="host"') == from_host(again)
-        assert metric(server, "sglang:hicache_host_used_tokens") > 0
+        assert server.metric('sglang:cached_tokens_total{cache_source="host"') == from_host(again)
+        assert server.metric("sglang:hicache_host_used_tokens") > 0
         eventually(server.is_idle)
 
 
@@ -90,7 +84,7 @@ def test_both_halves_serve_from_host_memory_and_only_the_rest_travels(pair: Clus
     sent = [sum(answer["meta_info"]["kv_bytes"] for answer in answers) for answers in (first, again)]
     assert sent[1] <= sent[0] // 2
     for server in pair.servers:
-        assert metric(server, "tandem:hicache_loaded_tokens_total") > 0
+        assert server.metric("tandem:hicache_loaded_tokens_total") > 0
         eventually(server.is_idle)
 
 

@@ -10,7 +10,6 @@ from typing import Any  # JSON documents
 
 import pytest
 from cluster import Server, bootstrap_port, eventually, frozen, halves
-from test_pd_laws import metric
 
 from attackers_data import WRONG, Asker, Target
 from tandem.core.values import Incarnation
@@ -67,7 +66,7 @@ def test_pages_of_a_user_are_read_by_nobody_who_was_not_granted_them(it: tuple[S
     with frozen(decode, "worker_process"):
         connections = [server.open_stream(PROMPT[::-1], **pair) for server in (prefill, decode)]
         eventually(
-            lambda: metric(prefill, "tandem:worker_pinned_pages") == PROMPT_PAGES, within_s=SOON_S, what=prefill.state
+            lambda: prefill.metric("tandem:worker_pinned_pages{") == PROMPT_PAGES, within_s=SOON_S, what=prefill.state
         )
         found = {reads(where, pair["bootstrap_room"], page, generation) for page, generation in guesses()}
         assert found == {Status.NOT_GRANTED}

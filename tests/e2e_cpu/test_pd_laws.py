@@ -69,13 +69,6 @@ def quarantined(server: Server) -> int:
     return found
 
 
-def metric(server: Server, name: str) -> float:
-    with server.open("GET", "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    (line,) = [line for line in lines if line.startswith(name + "{")]
-    return float(line.rpartition(" ")[2])
-
-
 # --- what two requests share ------------------------------------------------------------------------------------------
 
 
@@ -103,12 +96,12 @@ def test_answers_that_push_each_other_back_are_those_of_each_alone(it: tuple[Ser
         return answer
 
     alone = [ask(prompt) for prompt in prompts]
-    before = metric(it[1], "sglang:num_retracted_requests_total")
+    before = it[1].metric("sglang:num_retracted_requests_total{")
     for _ in range(20):  # on a busy machine some may have ended before the others come
         forget_prefixes(it)
         with ThreadPoolExecutor(len(prompts)) as pool:
             assert list(pool.map(ask, prompts)) == alone
-        if metric(it[1], "sglang:num_retracted_requests_total") > before:
+        if it[1].metric("sglang:num_retracted_requests_total{") > before:
             break
     else:
         pytest.fail("nobody was ever pushed back")
@@ -140,7 +133,7 @@ def test_pages_that_a_worker_may_still_touch_belong_to_nobody_else(prefill: Serv
     pair = pair_with(prefill)
     with frozen(decode, "worker_process"):
         connections = [server.open_stream(PROMPT[50:] + PROMPT[:50], **pair) for server in (prefill, decode)]
-        eventually(lambda: metric(prefill, "tandem:worker_pinned_pages") == 7, within_s=SOON_S, what=prefill.state)
+        eventually(lambda: prefill.metric("tandem:worker_pinned_pages{") == 7, within_s=SOON_S, what=prefill.state)
         with frozen(prefill, "worker_process"):
             for connection in connections:
                 connection.close()
@@ -148,13 +141,13 @@ def test_pages_that_a_worker_may_still_touch_belong_to_nobody_else(prefill: Serv
                 eventually(lambda server=server: quarantined(server), within_s=SOON_S, what=server.state)
     for server in (prefill, decode):
         eventually(server.is_idle, within_s=SOON_S, what=server.state)
-    assert metric(prefill, "tandem:worker_live_rooms") == 0
+    assert prefill.metric("tandem:worker_live_rooms{") == 0
 
 
 def test_a_request_that_runs_does_not_wait_in_any_queue(decode: Server) -> None:
     stream = decode.stream(PROMPT, max_new_tokens=500, sampling_params=FOREVER)
     assert stream.next() is not None
-    seen = {name: metric(decode, f"sglang:num_{name}_reqs") for name in ("running", "queue")}
+    seen = {name: decode.metric(f"sglang:num_{name}_reqs{{") for name in ("running", "queue")}
     stream.close()
     assert seen == {"running": 1, "queue": 0}
 

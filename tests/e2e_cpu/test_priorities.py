@@ -130,6 +130,7 @@ def test_the_same_on_a_pair_through_its_router(pair: Cluster, alone: dict[str, l
 def test_a_full_queue_takes_in_who_is_more_urgent(one: Cluster, alone: dict[str, list[int]]) -> None:
     server = one.unified
     assert server is not None
+    pushed_back = server.metric("sglang:num_retracted_requests_total")
     with answers_of(server) as answers:
         answers.start("low", LOW, LONG, priority=9)
         with frozen(server, "worker_process"):
@@ -147,7 +148,8 @@ def test_a_full_queue_takes_in_who_is_more_urgent(one: Cluster, alone: dict[str,
             assert queues(server) == {"running": 1, "queued": 2}
         del answers.futures["last"]
         assert answers.tokens() == alone
-    assert answers.ended == ["last", "low", "high", "later"]
+    assert server.metric("sglang:num_retracted_requests_total") == pushed_back, "low has gone on"
+    assert [name for name in answers.ended if name != "low"] == ["last", "high", "later"]
 
 
 def test_without_the_flag_a_priority_is_refused_by_its_name(common: Cluster) -> None:

@@ -14,7 +14,7 @@ import pytest
 from cluster import HttpError, Server, cluster, eventually
 from disk_faults import CREATES, LOOK_UPS, READS, RENAMES, WRITES, DiskFaults, disk_faults
 from reference import PAGE
-from test_storage_tier import OUTPUT, ask, assert_right, from_storage, is_written, metric, pages_of, prompts
+from test_storage_tier import OUTPUT, ask, assert_right, from_storage, is_written, pages_of, prompts
 
 from tandem.cli.failure import CommandFailed
 from tandem.page_files import TEMPORARY
@@ -113,7 +113,7 @@ def until_hits(server: Server, prompt: list[int]) -> dict:
 
 
 def num_prefetches(server: Server) -> float:
-    return metric(server, "tandem:hicache_storage_prefetches")
+    return server.metric("tandem:hicache_storage_prefetches")
 
 
 def waits_for(server: Server) -> list[str]:
@@ -163,7 +163,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up_who_does_not_wait_for_it(
         disk.fail(LOOK_UPS | READS)
         forget(server)
         assert output_ids(ask(server, wanted)) == output_ids(first)
-        eventually(lambda: metric(server, ERRORS) > 0)
+        eventually(lambda: server.metric(ERRORS) > 0)
         disk.heal()
         assert output_ids([until_hits(server, wanted[0])]) == output_ids(first[:1])
         eventually(lambda: is_empty(server), what=server.state)
@@ -233,25 +233,25 @@ def test_a_full_disk_costs_hits_and_when_there_is_room_again_pages_are_written(f
     with unified(folder, "wait_complete") as server:
         ask_kept(server, prompts(7)[:1])
         (page_bytes,) = {path.stat().st_size for path in pages_of(folder)}
-        lost, num_pages = metric(server, LOST), len(pages_of(folder))
+        lost, num_pages = server.metric(LOST), len(pages_of(folder))
         disk.fill(room=2 * page_bytes + page_bytes // 2)
         wanted = prompts(8)
         first = ask_kept(server, wanted)
         assert_right(wanted, first)
         eventually(lambda: is_empty(server), what=server.state)
-        assert metric(server, ERRORS) >= len(wanted)
-        assert metric(server, LOST) - lost >= len(wanted) * ALL - 2 * PAGE
+        assert server.metric(ERRORS) >= len(wanted)
+        assert server.metric(LOST) - lost >= len(wanted) * ALL - 2 * PAGE
         assert len(pages_of(folder)) == num_pages + 2
         assert no_temporary_files(folder)
         assert "storage: OSError: No space left on device" in server.log
         disk.heal()
         for calls in (CREATES, RENAMES):  # no room for another name
-            errors = metric(server, ERRORS)
+            errors = server.metric(ERRORS)
             disk.fail(calls, errno.ENOSPC)
             forget(server)
             assert output_ids(ask_kept(server, wanted)) == output_ids(first)
             eventually(lambda: is_empty(server), what=server.state)
-            assert metric(server, ERRORS) > errors
+            assert server.metric(ERRORS) > errors
         assert len(pages_of(folder)) == num_pages + 2
         assert no_temporary_files(folder)
         disk.heal()
@@ -301,6 +301,6 @@ def test_a_pair_says_the_same_from_a_disk_that_stalls_and_one_that_is_full(
         assert_right(new, ask(router, new))
         eventually(lambda: all(map(is_empty, servers)), what=lambda: [server.state() for server in servers])
         for server in servers:
-            assert metric(server, LOST) >= ALL
-            assert metric(server, ERRORS) > 0
+            assert server.metric(LOST) >= ALL
+            assert server.metric(ERRORS) > 0
         assert no_temporary_files(folder)

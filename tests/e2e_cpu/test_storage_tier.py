@@ -34,12 +34,6 @@ def from_storage(answers: list[dict]) -> list[int]:
     return [answer["meta_info"]["cached_tokens_details"]["storage"] for answer in answers]
 
 
-def metric(server: Server, name: str) -> float:
-    with server.open("GET", "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
 def assert_right(wanted: list[list[int]], answers: list[dict]) -> None:
     for prompt, answer in zip(wanted, answers, strict=True):
         found = parting(tuple(prompt), tuple(answer["output_ids"]))
@@ -66,7 +60,7 @@ def test_a_conversation_is_a_hit_after_the_server_was_killed(tmp_path: Path) -> 
         (damaged,) = pages_of(tmp_path)  # the first page of the first prompt
         first = ask(server, wanted)
         eventually(lambda: is_written(server))
-        assert metric(server, "sglang:backuped_tokens_total") >= 4 * 12 * PAGE
+        assert server.metric("sglang:backuped_tokens_total") >= 4 * 12 * PAGE
         os.kill(server.member.process.pid, signal.SIGKILL)
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))
@@ -78,8 +72,8 @@ def test_a_conversation_is_a_hit_after_the_server_was_killed(tmp_path: Path) -> 
         assert hits == [0, *[12 * PAGE] * 3], "all but the one whose first page has changed"
         assert [answer["output_ids"] for answer in again] == [answer["output_ids"] for answer in first]
         assert_right(wanted, first)
-        assert metric(server, 'sglang:cached_tokens_total{cache_source="storage"') == sum(hits)
-        assert metric(server, "tandem:worker_storage_removed_damaged_total") == 1
+        assert server.metric('sglang:cached_tokens_total{cache_source="storage"') == sum(hits)
+        assert server.metric("tandem:worker_storage_removed_damaged_total") == 1
         eventually(server.is_idle)
 
 
@@ -93,7 +87,7 @@ def test_nixl_writes_and_reads_the_files_of_both_kinds_of_servers(tmp_path: Path
             assert running.unified is not None
             answers.append(ask(running.unified, wanted))
             eventually(lambda server=running.unified: is_written(server))
-            assert metric(running.unified, "tandem:worker_storage_errors_total") == 0
+            assert running.unified.metric("tandem:worker_storage_errors_total") == 0
     assert [from_storage(each) for each in answers] == [[0] * 4, [12 * PAGE] * 4, [12 * PAGE] * 4]
     assert len({str([answer["output_ids"] for answer in each]) for each in answers}) == 1
     assert_right(wanted, answers[0])
@@ -109,7 +103,7 @@ def test_both_halves_of_a_pair_serve_from_storage_and_only_the_rest_travels(tmp_
             answers.append(ask(running.router, wanted))
             for server in running.servers:
                 eventually(lambda server=server: is_written(server))
-            fetched = [metric(server, "sglang:prefetched_tokens_total") for server in running.servers]
+            fetched = [server.metric("sglang:prefetched_tokens_total") for server in running.servers]
             kill_all(running)
     first, again = answers
     assert_right(wanted, first)
