@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from tandem.core.disagg.dp_rank import FORCE_QUERY
 FLAGS = ("--max-total-tokens", "8192")
 FAULTS = ("--enable-fault-injection",)
 FAILING = 0.7  # of the transfers of each rank
+AT_ONCE_S = 1.0  # until the other half of one that was refused has ended
 PROMPTS = [f"{number} Tom has {number} apples and buys 4 more. How many apples does he have?" for number in range(24)]
 
 
@@ -51,9 +53,7 @@ def ranks_of(answers: list[dict]) -> Counter[int]:
 def test_every_rank_of_both_sides_says_what_one_engine_says(pair: Cluster) -> None:
     assert pair.router is not None
     assert pair.unified is not None
-    router = pair.router
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda prompt: router.generate(prompt, max_new_tokens=12), PROMPTS))
+    answers = ask_together(pair.router)
 
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer["output_ids"] == pair.unified.generate(prompt, max_new_tokens=12)["output_ids"]
@@ -74,8 +74,7 @@ def test_transfers_may_fail_on_every_rank_of_both_sides_and_no_token_changes(pai
         flush_cache(server)
     with failing(*pair.prefills, decode):
         assert [(rank["dp_rank"], rank["disagg_failure_prob"]) for rank in faults_of(decode)] == [(0, 0.7), (1, 0.7)]
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda prompt: router.generate(prompt, max_new_tokens=12), PROMPTS))
+        answers = ask_together(router)
     assert [answer["output_ids"] for answer in answers] == expected
     failed = [answer for answer in answers if answer["meta_info"]["path"] == "fallback"]
     assert set(ranks_of(failed)) == {0, 1}
@@ -218,21 +217,31 @@ SIDES = [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 4)]  # two with two is abov
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode"), SIDES)
 def test_sides_may_have_unequal_numbers_of_ranks(prefill: int, decode: int) -> None:
-    """With nothing in its cache the decode alone says what one engine says."""
-    sizes = {"prefill_flags": ("--dp", str(prefill)), "decode_flags": ("--dp", str(decode))}
+    """Also while transfers fail. With nothing in its cache the decode alone says what one engine says."""
+    sizes = {"prefill_flags": ("--dp", str(prefill), *FAULTS), "decode_flags": ("--dp", str(decode), *FAULTS)}
     with cluster(prefills=1, decodes=1, flags=FLAGS, **sizes) as it:
         assert it.router is not None
         router, (alone,) = it.router, it.decodes
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda prompt: router.generate(prompt, max_new_tokens=12), PROMPTS))
+        answers = ask_together(router)
         assert {answer["meta_info"]["path"] for answer in answers} == {"remote"}
         assert ranks_of(answers) == dict.fromkeys(range(decode), len(PROMPTS) // decode)
-        with alone.open("POST", "/flush_cache") as reply:
-            assert reply.status == 200
+        flush_cache(alone)
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             assert answer["output_ids"] == alone.generate(prompt, max_new_tokens=12)["output_ids"]
         for server in it.servers:
+            flush_cache(server)
+        with failing(*it.prefills, alone):
+            others = ask_together(router)
+        assert [answer["output_ids"] for answer in others] == [answer["output_ids"] for answer in answers]
+        assert set(ranks_of([one for one in others if one["meta_info"]["path"] == "fallback"])) == set(range(decode))
+        for server in it.servers:
             eventually(server.is_idle, what=server.states)
+
+
+def ask_together(server: Server) -> list[dict]:
+    """Eight at a time."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda prompt: server.generate(prompt, max_new_tokens=12), PROMPTS))
 
 
 @pytest.mark.slow
@@ -244,9 +253,8 @@ def test_ranks_of_several_shards_lend_to_ranks_of_one(policy: str) -> None:
     with cluster(prefills=1, decodes=1, unified=True, flags=FLAGS, prefill_flags=cut, decode_flags=decode) as it:
         assert it.router is not None
         assert it.unified is not None
-        router, alone, (prefill,) = it.router, it.unified, it.prefills
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda prompt: router.generate(prompt, max_new_tokens=12), PROMPTS))
+        alone, (prefill,) = it.unified, it.prefills
+        answers = ask_together(it.router)
         assert {answer["meta_info"]["path"] for answer in answers} == {"remote"}
         assert ranks_of(answers) == {0: 12, 1: 12}
         for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -343,15 +351,34 @@ def test_a_router_that_names_ranks_may_contradict_the_rooms(by_room: Cluster) ->
         eventually(server.is_idle, what=server.states)
 
 
+def test_a_half_that_decode_refuses_ends_that_of_prefill_wherever_it_was_routed(by_room: Cluster) -> None:
+    """The room of the one names the rank that has it, the rooms of the others do not."""
+    (prefill,), (decode,) = by_room.prefills, by_room.decodes
+    for rank in range(4):
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": 2000 + rank}
+        half = prefill.stream(PROMPTS[rank], data_parallel_rank=2, timeout=60, **pair)
+        eventually(lambda: prefill.states()[2]["rooms"], what=prefill.states)
+        began = time.monotonic()
+        with pytest.raises(HttpError) as refused:
+            decode.generate(PROMPTS[rank], routed_dp_rank=2, **pair)
+        assert (refused.value.status, refused.value.error["param"]) == (400, "routed_dp_rank")
+        assert half.rest()[-1]["error"]["code"] == "peer_aborted"
+        assert time.monotonic() - began < AT_ONCE_S
+    for server in by_room.servers:
+        eventually(server.is_idle, what=server.states)
+
+
 def test_a_route_that_is_refused_ends_both_halves_at_once() -> None:
     """Decode has said READY to the rank that the room implies, and hears from there whom to ask for the reason."""
     flags = ("--dp", "2", "--disaggregation-dp-rank-conflict", "fail")
     with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=flags) as it:
         (prefill,), (decode,) = it.prefills, it.decodes
         pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "timeout": 60}
+        began = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             half = pool.submit(prefill.generate, PROMPTS[0], data_parallel_rank=0, bootstrap_room=7, **pair)
             answer = pool.submit(decode.generate, PROMPTS[0], bootstrap_room=7, **pair)
+        assert time.monotonic() - began < AT_ONCE_S
         failed = answer.exception()
         assert isinstance(failed, HttpError)
         assert (failed.status, failed.error["code"]) == (400, "route_conflict")
