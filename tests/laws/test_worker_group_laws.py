@@ -33,6 +33,7 @@ def test_batches_return_once_each_in_launch_order_with_the_last_worker(
     group, said, returned = WorkerGroup(num_workers), [0] * num_workers, 0
 
     for shard in order:
+        assert group.behind == [ShardId(one) for one, count in enumerate(said) if count == returned]
         said[shard] += 1
         part = outcome(said[shard], tokens=TOKENS if shard == sampler else b"", took=10 * said[shard] + shard)
         whole = group.returned(ShardId(shard), part)

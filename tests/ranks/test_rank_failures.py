@@ -4,9 +4,11 @@ And what cannot be spread over so many workers is refused before anything serves
 """
 
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any  # marks of pytest
 
 import pytest
@@ -80,6 +82,26 @@ def test_a_worker_that_hangs_is_named_by_the_watchdog(words: Sequence[str], shar
         eventually(lambda: health(server) == 503, what=lambda: server.log)
         eventually(lambda: server.member.process.poll() == 1, within_s=60)
         assert f"the worker {name} process hangs: no answer for 3 s" in error_line(server)
+
+
+@pytest.mark.slow
+def test_a_worker_that_answers_and_returns_no_batch_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage before it has returned its part."""
+    file = tmp_path / "hanging"
+    file.write_text("")
+    folders = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).with_name("hanging_workers"))]
+    monkeypatch.setenv("TANDEM_TEST_HANGING_WORKERS", str(file))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+    with cluster(unified=True, flags=[*POOL, "--pp", "2", "--watchdog-timeout", "3"]) as it:
+        server = it.unified
+        assert server is not None
+        server.generate(PROMPT, max_new_tokens=4)
+        file.write_text(str(workers_of(server)[1]))
+        stream = server.open_stream(PROMPT)
+        eventually(lambda: server.member.process.poll() == 1, within_s=60)
+        hangs = r"the worker TP0 PP1 process hangs: iteration \d+ has not returned for 3 s"
+        assert re.search(hangs, error_line(server)), error_line(server)
+        stream.close()
 
 
 def health(server: Server) -> int:

@@ -57,6 +57,12 @@ def test_a_batch_that_does_not_return_is_named_although_the_worker_answers() -> 
     assert (longest.who, longest.what, longest.ticks) == ("worker", "iteration 8 has not returned", 4)
 
 
+def test_a_batch_that_does_not_return_is_told_with_who_has_not_returned_it() -> None:
+    stuck = [ProgressReport(9, 8, number, behind="worker TP0 PP1") for number in range(5)]
+    said = "the worker TP0 PP1 process hangs: iteration 8 has not returned for 4 s, the last iteration heard of is 9"
+    assert watched(*stuck).longest.describe(1.0) == said
+
+
 def test_of_a_worker_that_falls_silent_within_a_batch_it_is_said_that_it_does_not_answer() -> None:
     """The batch is older than the silence, and there is one who was heard: it ends by the silence, not by the batch."""
     computes = [ProgressReport(launched=9, oldest=8, echoes=number) for number in range(4)]

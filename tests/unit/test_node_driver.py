@@ -234,8 +234,10 @@ def test_every_worker_hears_everything_and_what_they_say_comes_when_all_have_sai
 
     assert receive(server.api, 1) == [wire.Answer(3, b"[1,2,3,0]")]
     assert server.node.steps == [(RequestArrived(sent.request),)], "one of them is still at it"
+    assert server.inbox.workers.behind == "worker TP0 PP0"
     last.send(RETURNED)
     eventually(lambda: len(server.node.steps) == 2)
+    assert server.inbox.workers.behind.count(" or ") == 3
     assert server.node.steps[1] == (RETURNED,)
     assert server.inbox.workers.echoes == 0
     last.send(wire.Echo())

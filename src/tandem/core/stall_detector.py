@@ -29,6 +29,7 @@ class ProgressReport(Struct, frozen=True):
     oldest: int | None  # the first iteration that has not returned; None: all have
     echoes: int  # how often the worker that has answered least has answered
     slowest: str = "worker"  # its name
+    behind: str = "worker"  # who has not returned the oldest iteration
 
 
 class Stall(Struct, frozen=True):
@@ -100,11 +101,11 @@ class Liveness:
         launched = 0 if self._last is None else self._last.launched
         if ticks == self._node_ticks:
             return Stall("node", NO_ANSWER, ticks, launched, "node")
-        name = "worker" if self._last is None else self._last.slowest
+        last = self._last
         if ticks == self._worker_ticks:
-            return Stall("worker", NO_ANSWER, ticks, launched, name)
-        oldest = None if self._last is None else self._last.oldest
-        return Stall("worker", f"iteration {oldest} has not returned", ticks, launched, "worker")
+            return Stall("worker", NO_ANSWER, ticks, launched, "worker" if last is None else last.slowest)
+        oldest, name = (None, "worker") if last is None else (last.oldest, last.behind)
+        return Stall("worker", f"iteration {oldest} has not returned", ticks, launched, name)
 
 
 class PulseQuestions:

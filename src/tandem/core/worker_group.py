@@ -41,6 +41,11 @@ class WorkerGroup:
     def __init__(self, num_shards: int) -> None:
         self._returned: list[deque[BatchOutcome]] = [deque() for _ in range(num_shards)]
 
+    @property
+    def behind(self) -> list[ShardId]:
+        """Of which the oldest batch that has not returned waits."""
+        return [ShardId(shard) for shard, waiting in enumerate(self._returned) if not waiting]
+
     def returned(self, shard: ShardId, outcome: BatchOutcome) -> BatchOutcome | None:
         """The outcome of the batch, when this was the last worker that it was waiting for. Raises WorkersParted."""
         if len(self._returned) == 1:

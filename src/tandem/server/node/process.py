@@ -106,7 +106,8 @@ class Questions:
         window = self.node.state.inflight
         oldest = window[0].forward_iter if window else None
         workers = self.inbox.workers
-        return ProgressReport(self.node.state.forward_ct, oldest, workers.echoes, workers.slowest.name)
+        launched = self.node.state.forward_ct
+        return ProgressReport(launched, oldest, workers.echoes, workers.slowest.name, workers.behind)
 
 
 MakeNode = Callable[[NodeSettings], EngineNode]

@@ -18,6 +18,8 @@ from tandem.server import wire
 from tandem.server.channel import PolledChannel
 from tandem.server.node.local_peer import LocalPeer, LocalPeerLost, SelectorPoller
 
+MOST_NAMED = 4  # workers in one line
+
 
 @dataclass(frozen=True, slots=True)
 class Engines:
@@ -95,6 +97,12 @@ class Workers:
     def slowest(self) -> Rank:
         """The one that has answered least; the first of several."""
         return self._ranks[self._echoes.index(self.echoes)]
+
+    @property
+    def behind(self) -> str:
+        """Who has not returned the oldest batch, by name unless they are many."""
+        names = [self._ranks[shard].name for shard in self._group.behind]
+        return " or ".join(names) if len(names) <= MOST_NAMED else "worker"
 
     @property
     def pending_bytes(self) -> int:
