@@ -178,6 +178,27 @@ def test_one_rank_that_dies_is_started_anew_while_the_others_serve(replicas: Ser
     assert [rank["status"] for rank in replicas.get("/server_info")["dp_ranks"]] == ["ready", "ready"]
 
 
+@pytest.mark.slow
+def test_one_rank_that_hangs_is_left_out_and_started_anew_while_the_others_serve() -> None:
+    flags = ("--dp", "2", "--tp", "2", "--watchdog-timeout", "3")
+    with cluster(unified=True, flags=[*FLAGS, *flags]) as it:
+        server = it.unified
+        assert server is not None
+        tokens = server.generate(PROMPTS[0], max_new_tokens=8)["output_ids"]
+        os.kill(worker_of(server, 3), signal.SIGSTOP)
+        hangs = "the worker TP1 PP0 process hangs: no answer for "
+        eventually(lambda: hangs in server.get("/server_info")["dp_ranks"][1].get("reason", ""))
+        assert "DP rank 1 is lost" not in server.log, "it is left out before it is given up"
+        meanwhile = [server.generate(PROMPTS[0], max_new_tokens=8) for _ in range(4)]
+        assert [(answer["output_ids"], answer["meta_info"]["dp_rank"]) for answer in meanwhile] == [(tokens, 0)] * 4
+        assert server.is_ready()
+        eventually(lambda: "DP rank 1 serves again" in server.log, within_s=60, what=lambda: server.log[-2000:])
+        assert f"DP rank 1 is lost: {hangs}3 s, " in server.log
+        assert "start the server again" not in server.log
+        back = server.generate(PROMPTS[0], max_new_tokens=8, routed_dp_rank=1)
+        assert (back["output_ids"], back["meta_info"]["dp_rank"]) == (tokens, 1)
+
+
 def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> None:
     """Rooms name the rank of the prefill here: while that one is missing, another takes the request."""
     with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=("--dp", "2"), decode_flags=("--dp", "2")) as it:
@@ -401,10 +422,10 @@ def test_who_is_forced_to_ask_finds_a_route_that_contradicts_its_room(monkeypatc
             eventually(server.is_idle, what=server.states)
 
 
-def worker_of(server: Server, dp_rank: int) -> int:
-    """Replicas are started in order, each with its worker first."""
+def worker_of(server: Server, number: int) -> int:
+    """Replicas are started in order, each with its workers first."""
     workers = [pid for pid in children_of(server.member.process.pid) if "worker_process" in command_of(pid)]
-    return workers[dp_rank]
+    return workers[number]
 
 
 def command_of(pid: int) -> str:

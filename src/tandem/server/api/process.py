@@ -376,7 +376,7 @@ class ApiProcess:
             dp_rank = list(stalls)[who_began(list(stalls.values()))]
             who, reason = stalls[dp_rank].who, self._watchdogs[dp_rank].describe()
         children = self._replicas.children[dp_rank]
-        self._lose(dp_rank, f"{reason} (--watchdog-timeout); start the server again", children)
+        self._lose(dp_rank, f"{reason} (--watchdog-timeout)", children, remedy="; start the server again")
         if who == "node" and self._config.fault_records != OFF:
             children.ask_for_record()
             asyncio.get_running_loop().call_later(RECORD_S, children.kill_some, who)
@@ -390,15 +390,18 @@ class ApiProcess:
 
     # -- a rank that is lost -----------------------------------------------------------------------------------------
 
-    def _lose(self, dp_rank: int, reason: str, children: Children) -> None:
-        """The only rank takes the server with it, and so does one that has never been ready; another comes back."""
+    def _lose(self, dp_rank: int, reason: str, children: Children, *, remedy: str = "") -> None:
+        """The only rank takes the server with it, and so does one that has never been ready; another comes back.
+
+        remedy: goes with the reason where the server ends
+        """
         if children is not self._replicas.children[dp_rank] or self._has_said_goodbye:
             return  # it has been replaced already, or ends as it was told to
         if reason:
-            self._fatal_messages.setdefault(dp_rank, reason)
+            self._fatal_messages.setdefault(dp_rank, f"{reason}{remedy}")
         ends_alone = self._config.dp_size == 1 and self._config.nnodes == 1
         if ends_alone or self._steps_together or not self._ready.is_set():
-            self._end_with(dp_rank, reason)
+            self._end_with(dp_rank, f"{reason}{remedy}")
         elif dp_rank not in self._restarts or self._restarts[dp_rank].is_loading:
             before = self._restarts.get(dp_rank)
             if before is not None:
