@@ -82,6 +82,7 @@ def test_a_worker_that_hangs_is_named_by_the_watchdog(words: Sequence[str], shar
         eventually(lambda: health(server) == 503, what=lambda: server.log)
         eventually(lambda: server.member.process.poll() == 1, within_s=60)
         assert f"the worker {name} process hangs: no answer for 3 s" in error_line(server)
+        assert error_line(server).endswith(" (--watchdog-timeout); start the server again")
 
 
 @pytest.mark.slow
