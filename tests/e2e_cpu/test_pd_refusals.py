@@ -22,7 +22,7 @@ from tandem.server.api.cluster_auth import signed_write
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
-AT_ONCE_S = 1.0  # until prefill's half has ended
+SOON_S = 10.0  # until prefill's half has ended, long before its deadline
 
 
 FLAGS = ("--page-size", "16", "--dtype", "float32"), ("--page-size", "32", "--dtype", "bfloat16")
@@ -107,7 +107,7 @@ def test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobo
         decode.generate(PROMPT, **fields, **pair)
     assert (refused.value.status, refused.value.error["code"]) == refusal
     assert half.rest()[-1]["error"]["code"] == "peer_aborted"
-    assert time.monotonic() - began < AT_ONCE_S
+    assert time.monotonic() - began < SOON_S
     held.close()
     for server in (prefill, decode):
         eventually(server.is_idle, what=server.state)
@@ -127,7 +127,7 @@ def test_a_prompt_that_is_too_long_for_decode_alone_ends_the_half_of_prefill_tho
             decode.generate(words, **pair)
         assert (refused.value.status, refused.value.error["code"]) == (400, "context_length_exceeded")
         told = half.rest()[-1]["error"]
-        assert time.monotonic() - began < AT_ONCE_S
+        assert time.monotonic() - began < SOON_S
         assert told["code"] == "peer_aborted"
         assert refused.value.error["message"] in told["message"]
         for server in (prefill, decode):

@@ -21,7 +21,7 @@ from tandem.core.disagg.dp_rank import FORCE_QUERY
 FLAGS = ("--max-total-tokens", "8192")
 FAULTS = ("--enable-fault-injection",)
 FAILING = 0.7  # of the transfers of each rank
-AT_ONCE_S = 1.0  # until the other half of one that was refused has ended
+SOON_S = 10.0  # until the other half of one that was refused has ended, long before its deadline
 PROMPTS = [f"{number} Tom has {number} apples and buys 4 more. How many apples does he have?" for number in range(24)]
 
 
@@ -384,7 +384,7 @@ def test_a_half_that_decode_refuses_ends_that_of_prefill_wherever_it_was_routed(
             decode.generate(PROMPTS[rank], routed_dp_rank=2, **pair)
         assert (refused.value.status, refused.value.error["param"]) == (400, "routed_dp_rank")
         assert half.rest()[-1]["error"]["code"] == "peer_aborted"
-        assert time.monotonic() - began < AT_ONCE_S
+        assert time.monotonic() - began < SOON_S
     for server in by_room.servers:
         eventually(server.is_idle, what=server.states)
 
@@ -399,7 +399,7 @@ def test_a_route_that_is_refused_ends_both_halves_at_once() -> None:
         with ThreadPoolExecutor(2) as pool:
             half = pool.submit(prefill.generate, PROMPTS[0], data_parallel_rank=0, bootstrap_room=7, **pair)
             answer = pool.submit(decode.generate, PROMPTS[0], bootstrap_room=7, **pair)
-        assert time.monotonic() - began < AT_ONCE_S
+        assert time.monotonic() - began < SOON_S
         failed = answer.exception()
         assert isinstance(failed, HttpError)
         assert (failed.status, failed.error["code"]) == (400, "route_conflict")
