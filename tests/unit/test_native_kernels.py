@@ -164,6 +164,7 @@ def test_attention_is_that_of_fp64(
         {"heads": (4, 4), "page_size": 16, "head_dim": 32, "window": 5},
         {"heads": (16, 1), "page_size": 16, "head_dim": 80},
         {"heads": (5, 1), "page_size": 6, "head_dim": 64, "window": 40},
+        {"heads": (7, 1), "page_size": 64, "head_dim": 160, "window": 33},
     ],
     ids=str,
 )
@@ -177,13 +178,15 @@ def test_a_row_of_attention_has_the_bits_that_it_has_among_others(
     q, k, v = (torch.randn(length, n, given["head_dim"], generator=draw) for n in (heads, kv_heads, kv_heads))
 
     def computed(*stops: int) -> Tensor:
-        """The prompt in parts that end there, over memory that was NaN"""
+        """The prompt in parts that end there; of memory all is NaN that they do not see"""
         world = World("native", **given, dtype=dtype)
         mine = sequence(0, length, pages=iter(range(5, 5 + length)), page_size=world.page_size)
         found = []
         for start, stop in pairwise((0, *stops)):
             batch = world.batches.build([TokenSpan(mine, start, stop, samples=False)], None)
-            world.kv.clear(batch.pages_to_clear)
+            for position in range(start + 1 - (world.window or start + 1)):
+                page, slot = divmod(position, world.page_size)
+                world.kv.tensor[mine.pages[page], ..., slot, :] = float("nan")
             world.attention.plan(batch)
             found.append(world.attention.forward(*(each[start:stop].to(dtype) for each in (q, k, v)), layer=1))
         return torch.cat(found)
@@ -193,6 +196,32 @@ def test_a_row_of_attention_has_the_bits_that_it_has_among_others(
     assert whole.isfinite().all()
     assert torch.equal(computed(*range(1, length + 1)), whole), "alone"
     assert torch.equal(computed(2, 5, 64, 65, 67, 130, 131, length), whole), "or beside some of them"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_numbers_of_attention_before_are_not_seen(
+    name: str, dtype: torch.dtype, draw: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, name)
+
+    def computed(value: float, *stops: int) -> Tensor:
+        """A prompt in parts that end there; in a window, so that on both sides there are keys that are not seen."""
+        world = World("native", (2, 1), 16, 20, head_dim=64, dtype=dtype)
+        mine = sequence(0, stops[-1], pages=iter(range(9)), page_size=16)
+        found = []
+        for start, stop in pairwise((0, *stops)):
+            batch = world.batches.build([TokenSpan(mine, start, stop, samples=False)], None)
+            world.attention.plan(batch)
+            q, k, v = (torch.full((stop - start, n, 64), value).to(dtype) for n in (2, 1, 1))
+            found.append(world.attention.forward(q, k, v, layer=0))
+        return torch.cat(found)
+
+    each = range(1, 46)
+    assert computed(float("nan"), *each).isnan().all()
+    for stops in ((44, 45), each):
+        assert torch.equal(computed(1.0, *stops), torch.ones(45, 2, 64).to(dtype))
+        assert computed(float("nan"), *each).isnan().all()
 
 
 @pytest.mark.parametrize("name", VARIANTS)

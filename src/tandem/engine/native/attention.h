@@ -9,144 +9,29 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 #include <optional>
 #include <vector>
 
 #include "ahead.h"
+#include "few_rows.h"
+#include "kv_pages.h"
+#include "mixture.h"
 #include "pool.h"
 #include "simd.h"
 #include "tiles.h"
 
 namespace tandem {
 
-constexpr int MAX_HEAD_DIM = 512;
-#if defined(__AMX_BF16__)
-constexpr int MAX_ROWS = 64;  // of a unit
-#else
-constexpr int MAX_ROWS = 32;
-#endif
-
-#if defined(__AVX512BF16__)
-template <class T>
-using ShareOf = T;
-#else
-template <class T>
-using ShareOf = float;
-#endif
-
-// Of a block, in sixteens: with bf16 products a query is read once for two of these; tiles wait for each other less often
-// where there are more.
-template <class Share>
-constexpr int PARTS_OF = HAS_TILES<Share> ? 4 : sizeof(Share) < sizeof(float) ? 2 : 1;
-template <class Share>
-constexpr int KEYS_OF = PARTS_OF<Share> * LANES;
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
-
-// [pages, kv_heads, layers, 2 (key, value), page_size] rows of head_dim values: of T, or int8 and behind them their scale
-template <class T>
-struct KvPages {
-    char* base;
-    int64_t page_size, kv_heads, layers, head_dim;
-    bool is_int8;
-
-    int64_t row_bytes() const { return head_dim * (is_int8 ? 1 : sizeof(T)) + (is_int8 ? sizeof(float) : 0); }
-    char* key(int64_t page, int64_t slot, int64_t head, int64_t layer) const {
-        return base + (((page * kv_heads + head) * layers + layer) * 2 * page_size + slot) * row_bytes();
-    }
-    char* value(int64_t page, int64_t slot, int64_t head, int64_t layer) const {
-        return key(page, slot, head, layer) + page_size * row_bytes();
-    }
-
-    // To a row of the memory, rounded to the nearest of 255 multiples of a scale where it is int8.
-    void put(char* row, const T* values) const {
-        if (!is_int8) return (void)std::memcpy(row, values, head_dim * sizeof(T));
-        float most = 0.0f;
-        for (int64_t d = 0; d < head_dim; d++) most = std::max(most, std::fabs(to_float(values[d])));
-        const float scale = most / 127.0f;
-        std::memcpy(row + head_dim, &scale, sizeof scale);
-        for (int64_t d = 0; d < head_dim; d++)
-            row[d] = scale > 0.0f ? char(int8_t(std::nearbyintf(to_float(values[d]) / scale))) : 0;
-    }
-
-    // What stands in a row, in `room` where it has to be made.
-    const T* get(const char* row, T* room) const {
-        if (!is_int8) return (const T*)row;
-        float scale;
-        std::memcpy(&scale, row + head_dim, sizeof scale);
-        for (int64_t d = 0; d < head_dim; d += LANES)
-            store_at(room, load_at((const int8_t*)row, d, head_dim) * all(scale), d, head_dim);
-        return room;
-    }
-};
-
-// What the tokens of a batch see; shared with Python, see `library.py`.
-struct BatchView {
-    int64_t num_tokens;
-    const int64_t* positions;  // [num_tokens]
-    const int64_t* slots;      // [num_tokens] page * page_size + slot: where its key and value go
-    const int64_t* tables;     // [num_tokens] where in `pages` its request's begin; equal for tokens of one request
-    const int64_t* pages;
-    int64_t window;  // tokens that a query sees, itself included; 0: all
-};
-
-// Tokens [first, last) of a batch: positions that follow each other in one request.
-struct Span {
-    int64_t first, last;
-};
-
-// The span that begins with this token.
-inline Span span_at(const BatchView& batch, int64_t first, int64_t most) {
-    int64_t last = first + 1;
-    while (last < batch.num_tokens && last - first < most && batch.tables[last] == batch.tables[first] &&
-           batch.positions[last] == batch.positions[last - 1] + 1)
-        last++;
-    return {first, last};
-}
-
-// The rows of one head at positions [at, last], one after the other: to divide for each would take longer than its
-// products.
-template <class T>
-class KeyRows {
-  public:
-    KeyRows(const KvPages<T>& kv, const int64_t* pages, int64_t head, int64_t layer, int64_t at, int64_t last)
-        : kv_(kv), pages_(pages + at / kv.page_size), head_(head), layer_(layer), at_(at), last_(last),
-          size_(kv.row_bytes()) {
-        begin(at % kv.page_size);
-    }
-
-    bool is_at(int64_t position) const { return at_ == position && has_more(); }
-    bool has_more() const { return at_ <= last_; }
-    const char* key() const { return row_; }
-    const char* value() const { return row_ + kv_.page_size * size_; }
-    int64_t size() const { return size_; }
-    void next() {
-        row_ += size_;
-        if (++at_ > last_ || --left_ > 0) return;
-        pages_++;
-        begin(0);
-    }
-
-  private:
-    void begin(int64_t slot) {
-        row_ = kv_.key(*pages_, slot, head_, layer_);
-        left_ = kv_.page_size - slot;
-    }
-
-    const KvPages<T>& kv_;
-    const int64_t* pages_;  // from that of `at_` on
-    int64_t head_, layer_, at_, last_, size_, left_;
-    const char* row_;
-};
-
 // Rows that are fetched into the second cache while a block is computed, a few lines at a time (see `ahead.h`): as many keys
 // and values as a block has.
 template <class T>
 class RowsAhead {
   public:
-    using Rows = std::optional<KeyRows<T>>;
-
-    explicit RowsAhead(const Rows& rows) : rows_(rows), left_(rows ? KEYS_OF<ShareOf<T>> : 0) {}
+    // Those from `at` on; before this there are none.
+    void begin(const KvPages<T>& kv, const SeenKeys& seen, int64_t at) {
+        rows_.emplace(kv, seen, at);
+        left_ = KEYS_OF<ShareOf<T>>;
+    }
 
     void read() {
         if (!any()) return;
@@ -169,9 +54,9 @@ class RowsAhead {
 
     bool any() const { return left_ > 0 && rows_->has_more(); }
 
-    Rows rows_;
+    std::optional<KeyRows<T>> rows_;
     int64_t at_ = 0;  // bytes of a row
-    int left_;
+    int left_ = 0;
 };
 
 // Sixteen keys, turned: unit u of all stands together. A unit is 32 bits: one fp32, or two bf16.
@@ -393,73 +278,6 @@ inline void score(const Queries<bf16>& q, int row, const BlockOf<bf16>& block, F
 
 #endif
 
-// Running softmax of the rows of a unit. Share: the type in which the shares of keys are multiplied with values. Where that
-// is bf16, scores are logarithms to base two: of such powers there are enough digits for little.
-template <class Share>
-struct Mixture {
-    static constexpr int KEYS = KEYS_OF<Share>, PARTS = PARTS_OF<Share>;
-    static constexpr bool IS_BASE_TWO = sizeof(Share) < sizeof(float);
-    static constexpr float UNIT = IS_BASE_TWO ? 1.44269504f : 1.0f;  // of scores
-
-    static F16 power(F16 score) {
-#if defined(__AVX512BF16__)
-        if constexpr (IS_BASE_TWO) return two_to(score);
-#endif
-        return exponential(score);
-    }
-
-    int64_t width;                                    // of a row of sums
-    alignas(64) float sums[MAX_ROWS * MAX_HEAD_DIM];  // of values, weighted; next to each other as queries are
-    alignas(64) Share shares[MAX_ROWS][KEYS];         // of the keys of a block
-    alignas(64) float totals[MAX_ROWS][LANES];        // of all shares, by their place in a block
-    float most[MAX_ROWS];                             // largest score so far
-
-    float* row(int r) { return sums + r * width; }
-
-    // Of ROWS rows, 16 * PARTS elements from d on. From row to row by addition: many products are more than registers hold.
-    template <int ROWS, int PARTS>
-    void load_sums(int first, int64_t d, F16 (&to)[ROWS][PARTS]) {
-        const float* from = row(first) + d;
-        for (int r = 0; r < ROWS; r++, from += width)
-            for (int p = 0; p < PARTS; p++) to[r][p] = load(from + p * LANES);
-    }
-    template <int ROWS, int PARTS>
-    void store_sums(int first, int64_t d, const F16 (&from)[ROWS][PARTS]) {
-        float* to = row(first) + d;
-        for (int r = 0; r < ROWS; r++, to += width)
-            for (int p = 0; p < PARTS; p++) store(to + p * LANES, from[r][p]);
-    }
-
-    void clear(int rows, int64_t head_dim) {
-        width = ceil_div(head_dim, LANES) * LANES;
-        std::memset(sums, 0, rows * width * sizeof(float));
-        std::memset(totals, 0, rows * sizeof totals[0]);
-        std::fill(most, most + rows, NOTHING);
-    }
-
-    // A larger score than any before: what there is counts for less.
-    __attribute__((noinline)) void raise_to(int r, float best) {
-        const F16 shrink = power(all(most[r] - best));
-        store(totals[r], load(totals[r]) * shrink);
-        for (int64_t d = 0; d < width; d += LANES) store(row(r) + d, load(row(r) + d) * shrink);
-        most[r] = best;
-    }
-
-    // Takes the scores of a block in. A score that is NaN makes the row NaN.
-    __attribute__((always_inline)) void weigh(int r, const F16 (&scores)[PARTS]) {
-        F16 best = scores[0];
-        for (int p = 1; p < PARTS; p++) best = larger(best, scores[p]);
-        if (any_larger(best, all(most[r]))) [[unlikely]] raise_to(r, std::max(most[r], largest(best)));
-        F16 total = load(totals[r]);
-        for (int p = 0; p < PARTS; p++) {
-            const F16 weights = power(scores[p] - all(most[r]));
-            store(shares[r] + p * LANES, weights);
-            total = total + weights;
-        }
-        store(totals[r], total);
-    }
-};
-
 // sums += shares * values, for ROWS rows from `row` on and 16 * PARTS elements from d on
 template <int ROWS, int PARTS, class T>
 inline void mix_part(Mixture<float>& mixture, int row, const KeyBlock<T, float>& block, int64_t d, int64_t head_dim) {
@@ -544,36 +362,13 @@ inline void mix(Mixture<bf16>& mixture, int row, const KeyBlock<bf16, bf16>& blo
 
 #endif
 
-// Where keys from first_key on are not within [least, last]: nothing
-inline F16 seen_only(F16 scores, int64_t first_key, int64_t least, int64_t last) {
-    if (first_key >= least && first_key + LANES - 1 <= last) return scores;
-    float some[LANES];
-    store(some, scores);
-    for (int j = 0; j < LANES; j++)
-        if (first_key + j > last || first_key + j < least) some[j] = NOTHING;
-    return load(some);
-}
-
 // rows: ROWS, or fewer of a tile
 template <class T, int ROWS>
 inline void take_scores(const F16 (*scores)[PARTS_OF<ShareOf<T>>], int row, int rows, const BlockOf<T>& block,
                         const int64_t* positions, int64_t first_key, int64_t window, float scale, int64_t head_dim,
                         Mixture<ShareOf<T>>& mixture) {
-    constexpr int KEYS = KEYS_OF<ShareOf<T>>, PARTS = PARTS_OF<ShareOf<T>>;
-    bool any = false;
-    for (int r = 0; r < rows; r++) {
-        const int64_t last = positions[row + r], least = window ? last + 1 - window : 0;
-        if (last < first_key || least > first_key + KEYS - 1) {  // of this block nothing
-            std::memset(mixture.shares[row + r], 0, sizeof mixture.shares[row + r]);
-            continue;
-        }
-        F16 seen[PARTS];
-        for (int p = 0; p < PARTS; p++)
-            seen[p] = seen_only(scores[r][p] * all(scale), first_key + p * LANES, least, last);
-        mixture.weigh(row + r, seen);
-        any = true;
-    }
-    if (any) mix<ROWS>(mixture, row, block, head_dim);
+    if (weigh_rows(mixture, row, rows, scores, positions, first_key, window, scale))
+        mix<ROWS>(mixture, row, block, head_dim);
 }
 
 template <class T, int ROWS>
@@ -707,69 +502,79 @@ struct AttentionWork {
     alignas(64) T nothing[MAX_HEAD_DIM] = {};  // stands where there is no key
     alignas(64) T made[2][KEYS_OF<ShareOf<T>>][MAX_HEAD_DIM];  // keys and values of a block, where they are int8 in memory
     OneTile<T> one_tile;
+    FewRows<T> few;
 };
 
-// Those that the tokens of a span see
+// All blocks of some rows, one after the other. next, mixture: as in `FewRows`
 template <class T>
-inline KeyRows<T> rows_of(const KvPages<T>& kv, const BatchView& batch, Span span, int64_t head, int64_t layer) {
-    const int64_t first = batch.positions[span.first];
-    const int64_t least = batch.window ? std::max<int64_t>(0, first + 1 - batch.window) : 0;
-    return {kv, batch.pages + batch.tables[span.first], head, layer, least, batch.positions[span.last - 1]};
+inline void take_blocks(AttentionWork<T>& work, const KvPages<T>& kv, const SeenKeys& seen,
+                        const std::optional<SeenKeys>& next, int rows, const T* const* queries,
+                        const int64_t* positions, int64_t window, float scale) {
+    constexpr int KEYS = KEYS_OF<ShareOf<T>>;
+    const int64_t dim = kv.head_dim;
+    const bool is_one_tile = OneTile<T>::fits(rows, kv);
+    if (is_one_tile) {
+        const T* all_of_tile[LANES];
+        for (int r = 0; r < LANES; r++) all_of_tile[r] = r < rows ? queries[r] : work.nothing;
+        work.one_tile.set(all_of_tile, dim);
+    } else {
+        for (int r = 0; r < rows; r++) work.queries.set(r, queries[r], dim);
+    }
+    KeyRows<T> now(kv, seen, seen.least);
+    for (int64_t key = seen.least / KEYS * KEYS; key <= seen.last; key += KEYS) {
+        RowsAhead<T> ahead;
+        if (key + KEYS <= seen.last)
+            ahead.begin(kv, seen, key + KEYS);
+        else if (next)
+            ahead.begin(kv, *next, next->least);
+        const T *keys[KEYS], *values[KEYS];
+        for (int j = 0; j < KEYS; j++) {
+            const bool is_there = now.is_at(key + j);
+            keys[j] = is_there ? kv.get(now.key(), work.made[0][j]) : work.nothing;
+            values[j] = is_there ? kv.get(now.value(), work.made[1][j]) : work.nothing;
+            if (is_there) now.next();
+        }
+        if (is_one_tile)
+            work.one_tile.multiply(keys, work.nothing, dim, ahead);
+        else
+            work.block.fill_keys(keys, dim, ahead);
+        work.block.fill_values(values, dim, ahead);
+        if (is_one_tile) {
+            work.one_tile.take(rows, work.block, positions, key, window, scale, dim, work.mixture);
+            continue;
+        }
+        constexpr int TOGETHER = HAS_TILES<T> ? TILE_ROWS : ROWS_AT_ONCE;
+        for (int r = 0; r < rows; r += TOGETHER)
+            take_rows<T, TOGETHER>(work.queries, r, std::min(TOGETHER, rows - r), work.block, positions, key, window,
+                                   scale, dim, work.mixture);
+    }
 }
 
-// Tokens of a span and one KV head. q, out: [tokens, heads, head_dim]. next: the rows that this thread most likely reads
-// then, whose first ones are fetched while it is at the last of its own; or none
+// Tokens of a span and one KV head. q, out: [tokens, heads, head_dim]. next: what this thread most likely reads then
 template <class T>
 inline void attend(AttentionWork<T>& work, const KvPages<T>& kv, const BatchView& batch, Span span, int64_t kv_head,
-                   int64_t layer, const T* q, T* out, int64_t num_heads,
-                   const typename RowsAhead<T>::Rows& next) {
-    constexpr int KEYS = KEYS_OF<ShareOf<T>>;
+                   int64_t layer, const T* q, T* out, int64_t num_heads, const std::optional<SeenKeys>& next) {
     const int64_t group = num_heads / kv.kv_heads, dim = kv.head_dim;
-    const int64_t* pages = batch.pages + batch.tables[span.first];
     const float scale = Mixture<ShareOf<T>>::UNIT / std::sqrt(float(dim));
     const int64_t all_rows = (span.last - span.first) * group;
     for (int64_t begin = 0; begin < all_rows; begin += MAX_ROWS) {
         const int rows = int(std::min<int64_t>(MAX_ROWS, all_rows - begin));
-        const bool is_one_tile = OneTile<T>::fits(rows, kv);
         int64_t positions[MAX_ROWS], offsets[MAX_ROWS];
+        const T* queries[MAX_ROWS];
         for (int r = 0; r < rows; r++) {
             const int64_t token = span.first + (begin + r) / group;
             positions[r] = batch.positions[token];
             offsets[r] = (token * num_heads + kv_head * group + (begin + r) % group) * dim;
-            if (!is_one_tile) work.queries.set(r, q + offsets[r], dim);
+            queries[r] = q + offsets[r];
         }
-        if (is_one_tile) {
-            const T* queries[LANES];
-            for (int r = 0; r < LANES; r++) queries[r] = r < rows ? q + offsets[r] : work.nothing;
-            work.one_tile.set(queries, dim);
-        }
+        const Span tokens{span.first + begin / group, span.first + (begin + rows - 1) / group + 1};
+        const SeenKeys seen = seen_by(batch, tokens, kv_head, layer);
         work.mixture.clear(rows, dim);
-        const int64_t last = positions[rows - 1];
-        const int64_t least = batch.window ? std::max<int64_t>(0, positions[0] + 1 - batch.window) : 0;
-        KeyRows<T> now(kv, pages, kv_head, layer, least, last);
-        for (int64_t key = least / KEYS * KEYS; key <= last; key += KEYS) {
-            const bool is_last = key + KEYS > last;
-            RowsAhead<T> ahead(is_last ? next : KeyRows<T>(kv, pages, kv_head, layer, key + KEYS, last));
-            const T *keys[KEYS], *values[KEYS];
-            for (int j = 0; j < KEYS; j++) {
-                const bool is_there = now.is_at(key + j);
-                keys[j] = is_there ? kv.get(now.key(), work.made[0][j]) : work.nothing;
-                values[j] = is_there ? kv.get(now.value(), work.made[1][j]) : work.nothing;
-                if (is_there) now.next();
-            }
-            if (is_one_tile)
-                work.one_tile.multiply(keys, work.nothing, dim, ahead);
-            else
-                work.block.fill_keys(keys, dim, ahead);
-            work.block.fill_values(values, dim, ahead);
-            if (is_one_tile) {
-                work.one_tile.take(rows, work.block, positions, key, batch.window, scale, dim, work.mixture);
-                continue;
-            }
-            constexpr int TOGETHER = HAS_TILES<T> ? TILE_ROWS : ROWS_AT_ONCE;
-            for (int r = 0; r < rows; r += TOGETHER)
-                take_rows<T, TOGETHER>(work.queries, r, std::min(TOGETHER, rows - r), work.block, positions, key,
-                                       batch.window, scale, dim, work.mixture);
+        if (FewRows<T>::fits(rows, kv)) {
+            for (int r = 0; r < rows; r++) work.few.set(r, queries[r], dim);
+            work.few.attend(rows, kv, seen, next, positions, batch.window, scale, work.mixture);
+        } else {
+            take_blocks(work, kv, seen, next, rows, queries, positions, batch.window, scale);
         }
         for (int r = 0; r < rows; r++) {
             const F16 total = all(sum(load(work.mixture.totals[r])));
@@ -801,8 +606,8 @@ inline void attend_all(const KvPages<T>& kv, const BatchView& batch, int64_t lay
     Pool::instance().run(threads, units, [&](int64_t i) {
         const int64_t unit = units - 1 - i;  // the last tokens of a prompt see most
         const int64_t then = unit - threads;
-        typename RowsAhead<T>::Rows next;
-        if (then >= 0) next.emplace(rows_of(kv, batch, found[then / kv.kv_heads], then % kv.kv_heads, layer));
+        std::optional<SeenKeys> next;
+        if (then >= 0) next = seen_by(batch, found[then / kv.kv_heads], then % kv.kv_heads, layer);
         static thread_local AttentionWork<T> work;
         [[maybe_unused]] const TileRegisters<T> registers;
         attend(known(work), kv, batch, found[unit / kv.kv_heads], unit % kv.kv_heads, layer, q, out, num_heads, next);
