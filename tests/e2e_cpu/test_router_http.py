@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,8 +27,10 @@ from router_fakes import (
 
 from raw_http import exchange
 from seen_spans import SeenTracing
+from tandem.core.values import Cause
 from tandem.server.api.errors import RULES, Code
 from tandem.server.api.resume import PROOF_BYTES, Opening, Piece, PieceKind, ResumeFrame, encode_frame
+from tandem.server.fault_records import FaultRecords
 from tandem.server.router import app
 
 CLIENT = httpx.Client(timeout=20)  # making one takes longer than a request
@@ -346,6 +349,37 @@ def test_a_lost_stream_that_nobody_goes_on_with_ends_with_its_cause(opening: Ope
         assert text.startswith("data: 1\n\n")
         assert "connection_lost" in text
         eventually(made.is_idle)
+
+
+def last_frame(code: str, gives_up: str = "") -> bytes:
+    data = b'data: {"error": {"code": "%s"}}\n\n' % code.encode()
+    return encode_frame(ResumeFrame(len(data), is_last=True, gives_up=gives_up, code=code), data)
+
+
+FIRST = frame_of(b"data: 1\n\n", OPENING)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "why"),
+    [
+        (TellAndDie((FIRST, last_frame(Cause.WORKER_LOST, "it has ended"))), ["request 1 has ended with worker_lost"]),
+        (TellAndDie((FIRST, last_frame(Cause.ENGINE_FAILED))), ["request 1 has ended with engine_failed"]),
+        (TellAndDie((FIRST, last_frame(Cause.DRAINING, "it ends"))), []),
+        (Refuse(Cause.WORKER_LOST), ["request 1 has ended with worker_lost"]),
+        (Refuse(Cause.DRAINING), []),
+    ],
+    ids=["a stream that gives up", "a stream", "a stream that others end", "an answer", "an answer that others end"],
+)
+def test_who_hears_of_a_cause_of_ours_leaves_a_record_whatever_its_status(
+    behaviour: Any, why: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(FaultRecords, "write_soon", lambda _, why: written.append(why))
+    with fleet(fault_records=str(tmp_path), retries=0) as made:
+        made.decodes[0].behaves(behaviour)
+        assert '"code"' in post(made, CHAT | {"stream": True}).text
+        eventually(made.is_idle)
+    assert written == why
 
 
 def test_a_decode_that_dies_before_its_first_byte_is_retried() -> None:

@@ -65,6 +65,7 @@ class ResumeFrame(Struct, frozen=True, omit_defaults=True):
     opening: Opening | None = None  # in the first one
     is_last: bool = False
     gives_up: str = ""  # why it does not go on here, and may elsewhere; the bytes say so to a client
+    code: str = ""  # of the error that ends it
 
 
 class Resume(Struct, frozen=True):

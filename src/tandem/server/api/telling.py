@@ -98,7 +98,8 @@ class Teller:
         """Of a stream that ends with an error. Who has had no token in all its time does not get some elsewhere."""
         may_go_on = RULES[failure.code].retryable and failure.code is not Cause.DEADLINE_EXCEEDED
         gives_up = failure.message or failure.code.value
-        return encode_frame(ResumeFrame(len(data), is_last=True, gives_up=gives_up if may_go_on else ""), data)
+        frame = ResumeFrame(len(data), is_last=True, gives_up=gives_up if may_go_on else "", code=failure.code.value)
+        return encode_frame(frame, data)
 
 
 class Resumed(Struct, frozen=True):

@@ -98,6 +98,12 @@ def error_at_end(tail: bytes) -> dict[str, object] | None:
     return error if isinstance(error, dict) else {"message": error} if error else None
 
 
+def code_of(tail: bytes) -> str:
+    """Of the error at the end of a body; empty where there is none."""
+    error = error_at_end(tail)
+    return "" if error is None else str(error.get("code", ""))
+
+
 def retryable_of(body: bytes) -> bool | None:
     """What an error says of itself (`api.errors.RULES`); None for one that is not of our shape."""
     try:

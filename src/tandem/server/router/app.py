@@ -138,6 +138,7 @@ class RouterApp:
             self._metrics,
             stall_seconds=config.stall_timeout,
             step=self._last_steps.step,
+            failed=self._last_steps.write,
         )
         self.app = Starlette(
             routes=self._routes(),

@@ -49,12 +49,14 @@ from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.resume import ASKS, FIELD, TELLS, FrameReader, Told
+from tandem.server.fault_records import OURS
 from tandem.server.router.answer import (
     Gone,
     Outcome,
     Pipe,
     StreamedAnswer,
     WholeAnswer,
+    code_of,
     error_at_end,
     passed_headers,
     retryable_of,
@@ -69,6 +71,7 @@ log = logging.getLogger("tandem.router")
 DOCUMENT_BYTES_MAX = 256 << 20
 REJECTION_BYTES_MAX = 1 << 20
 PREFILL_TAIL_BYTES = 16 << 10
+REJECTION_TAIL_BYTES = 16 << 10
 CONNECT_SECONDS = 5.0
 OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout", FIELD)  # the router's to say
 
@@ -111,6 +114,7 @@ class ClientCall:
     streams: bool = False
     source: UpstreamConnection | None = None  # whose answer the client gets, or got until it was lost
     give_up_message: bytes = b""  # of a stream that gave up, for the client if nobody goes on with it
+    give_up_code: str = ""
     connections: dict[Side, UpstreamConnection] = field(
         default_factory=dict[Side, UpstreamConnection]
     )  # of the latest attempt
@@ -128,10 +132,12 @@ class RouterShell:
         *,
         stall_seconds: float,
         step: Callable[[Sequence[RouterEvent], Nanos], RouterEffects],
+        failed: Callable[[str], object] = lambda why: None,
     ) -> None:
-        """step: the router's, with whoever looks on."""
+        """step: the router's, with whoever looks on. failed: called when a request has ended with a cause of ours."""
         self.router = router
         self._step = step
+        self._failed = failed
         self._client = client
         self._prober = prober
         self._metrics = metrics
@@ -252,6 +258,7 @@ class RouterShell:
             case ForwardRejection(request=request, half=half):
                 connection = self._calls[request].connections[half]
                 self._metrics.see_rejection(half, connection.upstream.status)
+                self._look_for_fault(request, code_of(bytes(connection.body[-REJECTION_TAIL_BYTES:])))
                 self._end(request, WholeAnswer(connection.upstream.status, connection.headers, bytes(connection.body)))
             case Fail(request=request):
                 self._end(request, command)
@@ -305,7 +312,14 @@ class RouterShell:
         decode = call.source or call.connections.get(Side.DECODE)
         if decode is not None and decode.pipe is not None:
             decode.pipe.end(outcome if isinstance(outcome, Fail) else None, call.give_up_message)
+            if call.give_up_message and not isinstance(outcome, Fail):
+                self._look_for_fault(request, call.give_up_code)
         self._resolve(call, outcome)
+
+    def _look_for_fault(self, request: RequestId, code: str) -> None:
+        """code: of the error that its client hears."""
+        if code in OURS:
+            self._failed(f"request {request} has ended with {code}")
 
     def _resolve(self, call: ClientCall, outcome: Outcome) -> None:
         if not call.outcome.done():
@@ -423,7 +437,7 @@ class RouterShell:
                 raise httpx.RemoteProtocolError("the stream ends before its last frame")
             for frame, data in reader.feed(piece):
                 if frame.gives_up:
-                    connection.call.give_up_message = data
+                    connection.call.give_up_message, connection.call.give_up_code = data, frame.code
                     self._hear(connection, connection.upstream.give_up(frame.gives_up, silent_ns=connection.silent_ns))
                     return
                 if data:
@@ -434,6 +448,7 @@ class RouterShell:
                 connection.heard_at = time.monotonic_ns()
                 if frame.is_last:
                     pipe.end()
+                    self._look_for_fault(connection.call.id, frame.code)
                 self._hear(
                     connection, (*connection.upstream.piece(), *(connection.upstream.end() if frame.is_last else ()))
                 )
