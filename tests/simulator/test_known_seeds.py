@@ -43,7 +43,6 @@ MANY, MANY_WHOLE = 800, 200
 PEER, ROOM = Incarnation("decode-0", "1"), Room(7)
 
 AGAIN = "python -m tandem.simulator.record_coverage"
-INSIDE = "travels as JSON inside of an Answer"
 
 NOT_SIMULATED: dict[str, str] = {
     "code no_chat_template": "the bundled model has one",
@@ -51,9 +50,7 @@ NOT_SIMULATED: dict[str, str] = {
     "code internal_error": "a bug of ours: in a simulation it is a violation of S13, not an answer",
     "data plane Registered": "NIXL is code of others, whose reads no virtual network sees",
     "Status OTHER_BACKEND": "servers of whole clusters leave it to each connection how pages come",
-    "process Faults": INSIDE,
     "process Rendered": "clients of whole clusters send no template that shows a time",
-    "process WorkerNumbers": INSIDE,
 }
 
 SELDOM: dict[str, str] = {  # that no seed of the short list has to have

@@ -8,13 +8,16 @@ from msgspec import Struct
 
 from tandem.core.router.router import Router
 from tandem.server import channel, wire
+from tandem.server.node.process import Questions
 from tandem.server.node.session import Session
+from tandem.server.worker_process import Worker
 from tandem.simulator.occurrences import LINK_ONLY, Occurrences
 from tandem.simulator.whole.virtual_process import Replacement
 from tandem.transfer import protocol
 from tandem.transfer.protocol import Status
 
 PACKED = ("Hello", "Welcome", "Read", "Frame")
+ANSWERS = ((Questions, "_faults"), (Worker, "_numbers"))  # they travel as JSON inside of an `Answer`
 
 
 def spies(seen: Occurrences) -> list[Replacement]:
@@ -24,6 +27,7 @@ def spies(seen: Occurrences) -> list[Replacement]:
         (channel, "append_frame", _before(channel.append_frame, lambda buffer, said: _said(counts, said))),
         (Session, "_seal", _before(Session._seal, lambda session, said: _sealed(counts, said))),
         (Router, "step", _step(Router.step, seen)),
+        *((owner, name, _after(getattr(owner, name), lambda said: _said(counts, said))) for owner, name in ANSWERS),
         *(
             (
                 protocol,
@@ -45,6 +49,15 @@ def _before(real: Callable[..., Any], look: Callable[..., None]) -> Callable[...
     def spied(*arguments: Any, **named: Any) -> Any:
         look(*arguments)
         return real(*arguments, **named)
+
+    return spied
+
+
+def _after(real: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
+    def spied(*arguments: Any, **named: Any) -> Any:
+        result = real(*arguments, **named)
+        look(result)
+        return result
 
     return spied
 
