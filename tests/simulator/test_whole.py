@@ -20,6 +20,7 @@ import tandem
 from seeded_bugs import MUTANTS
 from tandem.cli.main import main
 from tandem.core.values import SECOND
+from tandem.server.api.connections import ConnectionBounds
 from tandem.simulator.hunt import run_each
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult
@@ -38,6 +39,7 @@ CORPUS = [
     int(line.split()[0]) for line in Path(__file__).with_name("whole_corpus.txt").read_text().splitlines() if line
 ]
 STEPS_SEED = 58
+CROWDED_SEED = 10_121  # a router that has few requests under way at most, and no faults
 HASH_SEEDS = (2, 74)  # one unified server; pairs behind a router, with operators
 
 
@@ -115,6 +117,15 @@ def test_a_node_that_takes_a_wrong_step_is_noticed_by_the_checkers_of_steps(name
     mutant = MUTANTS[name]
     with mutant.breaks():
         assert run_seed(STEPS_SEED).invariant == mutant.killed_by[0]
+
+
+def test_a_router_that_is_full_refuses_and_one_that_stays_full_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_seed(CROWDED_SEED, watches=True)
+    assert (result.invariant, result.occurred["code busy"] > 0) == ("", True), result.detail
+    was_full = ConnectionBounds.is_full.fget
+    assert was_full is not None
+    monkeypatch.setattr(ConnectionBounds, "is_full", property(lambda it: bool(it.num_refused) or was_full(it)))
+    assert run_seed(CROWDED_SEED).invariant == "liveness"
 
 
 def test_who_ended_and_whose_pages_are_not_let_go_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

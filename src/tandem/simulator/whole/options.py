@@ -53,6 +53,7 @@ STALLS_ONE_IN = 6
 BLOCKS_ONE_IN = 6  # of the seeds that may have them
 WINDOWS_ONE_IN = 8
 QUEUES_ONE_IN = 6
+CROWDED_ONE_IN = 8
 FORMED_TOKENS = 512  # that a pool holds at least where requests offer tools, which take some 300 of them in a prompt
 
 
@@ -116,6 +117,11 @@ class Options:
     def has_priorities(self) -> bool:
         return bool(self.flags.get("enable_priority_scheduling"))
 
+    @property
+    def is_crowded(self) -> bool:
+        """The router refuses who is one too many, though nothing has gone wrong."""
+        return self.layout == "pairs" and "max_active_requests" in self.routing
+
     def describe(self) -> str:
         return " ".join(f"{one.name}={getattr(self, one.name)!r}" for one in fields(self))
 
@@ -173,6 +179,13 @@ def draw_routing(seed: int) -> dict[str, Any]:
             "max_tree_size": random.choice((1024, 1 << 20)),
         }
     return flags
+
+
+def draw_crowd(seed: int) -> dict[str, Any]:
+    """How few requests the router has under way at most, in some seeds. From randomness of its own, too."""
+    random = Random(f"whole crowds {seed}")
+    is_spacious = seed < FIRST_OFF_RECORD or random.randrange(CROWDED_ONE_IN)
+    return {} if is_spacious else {"max_active_requests": random.choice((1, 2, 4))}
 
 
 def draw_vectors(seed: int, *, is_unified: bool) -> tuple[str, dict[str, Any]]:
@@ -356,7 +369,7 @@ def draw_options(seed: int) -> Options:
         block_tokens=1 if formed or vectors else draw_blocks(seed),
         window_tokens=0 if vectors or draw_blocks(seed) > 1 else draw_windows(seed),
         has_rings=Random(f"whole rings {seed}").random() < 0.3,
-        routing=draw_routing(seed),
+        routing=draw_routing(seed) | draw_crowd(seed),
         narrows=draw_narrows(seed),
         grid=grid_of(seed),
         disk=disk,
