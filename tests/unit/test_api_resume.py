@@ -348,7 +348,7 @@ def test_a_stream_that_ends_with_an_error_says_whether_it_may_go_on_elsewhere(ca
     w = decode_that_says(ids("one"), failure=cause, reason=FinishReason.STOP)
     *_, (last, data) = frames_of(w, "/v1/completions", PAIR | {"prompt": "hi"})
     assert last.is_last
-    assert bool(last.gives_up) is may_go_on
+    assert (bool(last.gives_up), last.code) == (may_go_on, cause.value)
     assert cause.value in data.decode()
 
 
