@@ -1,6 +1,8 @@
 """What is read from a model directory, against transformers where it is the authority."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,28 @@ def test_a_long_text_is_encoded_as_a_short_one(tmp_path: Path) -> None:
     tokenizer = made(tmp_path, {"bos_token": "<s>"}, bos=True)
     text = "lorem ipsum " * 5000
     assert asyncio.run(tokenizer.encode_anywhere(text)) == tokenizer.encode(text)
+
+
+LONG_TEXT = """
+import asyncio, sys
+from pathlib import Path
+from tandem.server.api.tokenizer import Tokenizer
+
+def most_bytes():
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+tokenizer = Tokenizer(Path(sys.argv[1]))
+tokenizer.encode("x")
+before = most_bytes()
+ids = asyncio.run(tokenizer.encode_anywhere("\u2603" * 200_000))
+print((most_bytes() - before) // len(ids))
+"""
+
+
+def test_a_long_text_takes_no_memory_for_where_its_tokens_stand() -> None:
+    """194 bytes a token, of which each is a byte here; 246 with the account that nobody reads."""
+    done = subprocess.run([sys.executable, "-c", LONG_TEXT, str(BUNDLED)], capture_output=True, text=True, check=True)
+    assert 50 < int(done.stdout) < 220
 
 
 def test_a_directory_without_tokenizer_is_refused_with_a_remedy(tmp_path: Path) -> None:
