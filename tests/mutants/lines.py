@@ -96,6 +96,7 @@ OF_A_DEVICE = "e2e_cpu/test_transfer_staged.py::test_"
 STAGED_LAWS = "unit/test_staged_pages.py::test_"
 EMBEDDED = "e2e_cpu/test_vectors.py::test_"
 ON_RECORD = "e2e_cpu/test_retries_on_record.py::test_"
+RECORDED = "e2e_cpu/test_router_http.py::test_who_hears_of_a_cause_of_ours_leaves_a_record_whatever_its_status"
 CLEARED = "unit/test_engine_run.py::test_pages_that_a_request_writes_first_show_nothing_of_who_had_them_before"
 
 BREAKS = (
@@ -4911,6 +4912,111 @@ OTHERS = (
         "        self.see_reply(path, failure.status, None, seconds)",
         "        assert seconds >= 0",
         "e2e_cpu/test_router_http.py::test_a_request_that_the_router_itself_ends_before_it_asks_anybody_is_counted",
+    ),
+    Break(
+        "who_has_returned_the_batch_is_named_as_behind",
+        "core/worker_group.py",
+        "if not waiting]",
+        "if waiting]",
+        "laws/test_worker_group_laws.py::test_batches_return_once_each_in_launch_order_with_the_last_worker",
+    ),
+    Break(
+        "a_batch_that_hangs_is_anybodys",
+        "core/stall_detector.py",
+        "(last.oldest, last.behind)",
+        '(last.oldest, "worker")',
+        "unit/test_liveness.py::test_a_batch_that_does_not_return_is_told_with_who_has_not_returned_it",
+    ),
+    Break(
+        "all_workers_are_behind",
+        "server/node/workers.py",
+        "names = [self._ranks[shard].name for shard in self._group.behind]",
+        "names = [rank.name for rank in self._ranks]",
+        DRIVER + "every_worker_hears_everything_and_what_they_say_comes_when_all_have_said_it",
+    ),
+    Break(
+        "the_node_does_not_say_who_is_behind",
+        "server/node/process.py",
+        "workers.slowest.name, workers.behind)",
+        "workers.slowest.name)",
+        "ranks/test_rank_failures.py::test_a_worker_that_answers_and_returns_no_batch_is_named",
+    ),
+    Break(
+        "a_rank_that_comes_back_is_to_be_started_again",
+        "server/api/process.py",
+        '(--watchdog-timeout)", children, remedy="; start the server again")',
+        '(--watchdog-timeout); start the server again", children)',
+        DP_RANKS + "one_rank_that_hangs_is_left_out_and_started_anew_while_the_others_serve",
+    ),
+    Break(
+        "a_server_that_hangs_names_no_remedy",
+        "server/api/process.py",
+        'self._end_with(dp_rank, f"{reason}{remedy}")',
+        "self._end_with(dp_rank, reason)",
+        "ranks/test_rank_failures.py::test_a_worker_that_hangs_is_named_by_the_watchdog",
+    ),
+    Break(
+        "a_streams_cause_of_ours_leaves_no_record",
+        "server/router/shell.py",
+        "                    self._look_for_fault(connection.call.id, frame.code)",
+        "                    pass",
+        RECORDED,
+    ),
+    Break(
+        "a_rejection_by_a_cause_of_ours_leaves_no_record",
+        "server/router/shell.py",
+        "                self._look_for_fault(request, code_of(bytes(connection.body[-REJECTION_TAIL_BYTES:])))",
+        "                pass",
+        RECORDED,
+    ),
+    Break(
+        "a_stream_that_nobody_goes_on_with_leaves_no_record",
+        "server/router/shell.py",
+        "                self._look_for_fault(request, call.give_up_code)",
+        "                pass",
+        RECORDED,
+    ),
+    Break(
+        "the_router_records_every_cause",
+        "server/router/shell.py",
+        "        if code in OURS:",
+        "        if code:",
+        RECORDED,
+    ),
+    Break(
+        "the_router_hands_no_record_out",
+        "server/router/app.py",
+        "            failed=self._last_steps.write,",
+        "            failed=lambda why: None,",
+        RECORDED,
+    ),
+    Break(
+        "a_stream_does_not_name_the_cause_of_its_end",
+        "server/api/telling.py",
+        'gives_up=gives_up if may_go_on else "", code=failure.code.value)',
+        'gives_up=gives_up if may_go_on else "")',
+        "unit/test_api_resume.py::test_a_stream_that_ends_with_an_error_says_whether_it_may_go_on_elsewhere",
+    ),
+    Break(
+        "requests_that_have_ended_count_still",
+        "server/api/connections.py",
+        "        self.bounds.num_requests -= counts",
+        "        pass",
+        "simulator/test_whole.py::test_a_router_that_is_full_refuses_and_one_that_stays_full_is_noticed",
+    ),
+    Break(
+        "where_tokens_stand_is_found_out_for_nobody",
+        "server/api/tokenizer.py",
+        "        encode = self._tokenizer.encode_batch_fast",
+        "        encode = self._tokenizer.encode_batch",
+        "unit/test_tokenizer_files.py::test_a_long_text_takes_no_memory_for_where_its_tokens_stand",
+    ),
+    Break(
+        "who_is_told_of_a_refusal_at_the_wrong_rank_hears_nothing",
+        "core/disagg/prefill_side.py",
+        "            node.out.append(Tell(peer, last_word))",
+        "            pass",
+        DP_RANKS + "a_half_that_decode_refuses_ends_that_of_prefill_wherever_it_was_routed",
     ),
 )
 
