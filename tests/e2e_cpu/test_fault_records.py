@@ -6,6 +6,8 @@ Every server here is started without a flag that has to do with records.
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,4 +156,13 @@ def test_servers_that_end_as_they_are_told_leave_nothing(folder: Path) -> None:
             it.router.generate(PROMPT * 10_000)
         assert refused.value.status in (400, 413)
         assert it.fleet.stop()
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_flag_that_does_not_fit_the_model_is_no_fault_of_ours(folder: Path) -> None:
+    words = ["serve", "tandem/mini", "--port", "0", "--swa-full-tokens-ratio", "0.5"]
+    done = subprocess.run([sys.executable, "-m", "tandem.cli.main", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert "--swa-full-tokens-ratio" in done.stderr
     assert not folder.exists()

@@ -90,7 +90,7 @@ class ConnectionBounds:
     def note_refusal(self, sock: socket.socket | None) -> None:
         """sock: of somebody who has waited for us."""
         self.num_refused += 1
-        self.refusals.note("a connection was refused: as many are open as may be")
+        self.refusals.note("refused: there are as many connections or requests as there may be")
         self.refused(None if sock is None else waited_s(sock))
 
     def make_room(self, now: float) -> bool:

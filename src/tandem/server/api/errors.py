@@ -232,13 +232,23 @@ class Failure(Struct, frozen=True):
 class Refusal(Exception):
     """Raised while a request is being checked; the outermost handler answers with the failure."""
 
-    def __init__(self, code: Code, message: str, *, param: str | None = None, stage: str = EDGE_STAGE) -> None:
+    def __init__(
+        self,
+        code: Code,
+        message: str,
+        *,
+        param: str | None = None,
+        stage: str = EDGE_STAGE,
+        waited_seconds: float = 0.0,
+    ) -> None:
         super().__init__(message)
-        self.failure = Failure(code, message, param, stage)
+        self.failure = Failure(code, message, param, stage, waited_seconds=waited_seconds)
 
     @classmethod
     def of(cls, failure: Failure) -> "Refusal":
-        return cls(failure.code, failure.message, param=failure.param, stage=failure.stage)
+        refusal = cls(failure.code, failure.message)
+        refusal.failure = failure
+        return refusal
 
 
 def invalid(param: str, message: str) -> Refusal:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tandem.core.values import Cause
 from tandem.logtext import shown
 from tandem.server.api.bounds import MAX_BODY_BYTES
-from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
+from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal, error_headers, error_json
 
 MAX_REQUEST_ID_CHARS = 256
 CODING = "content-encoding"
@@ -54,10 +54,12 @@ async def read_body(request: Request) -> bytes:
     return b"".join(chunks).removeprefix(codecs.BOM_UTF8)
 
 
-async def within(seconds: float, work: Awaitable[Found], what: str) -> Found:
+async def within(seconds: float, work: Awaitable[Found], what: str, *, stage: str = EDGE_STAGE) -> Found:
     """Raises `Refusal` when the deadline passes meanwhile; `what` says what was not done by then."""
     try:
         async with asyncio.timeout(seconds):
             return await work
     except TimeoutError:
-        raise Refusal(Cause.DEADLINE_EXCEEDED, f"the deadline passed: {what}") from None
+        message = f"the deadline passed: {what}"
+        waited = max(0.0, seconds)
+        raise Refusal(Cause.DEADLINE_EXCEEDED, message, stage=stage, waited_seconds=waited) from None

@@ -211,7 +211,8 @@ class ApiProcess:
         if self._loss.done():
             reason = await self._cause_of_loss()
             self._client.lose(reason)
-            self._client.last_steps.write(f"the server ends: {reason}")
+            if self._ready.is_set():  # else there was nothing to decide, and most likely a flag does not fit the model
+                self._client.last_steps.write(f"the server ends: {reason}")
             raise ServerFailure(reason)
 
     async def _bring_all(self) -> None:

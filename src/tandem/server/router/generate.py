@@ -33,7 +33,7 @@ from tandem.server.api.errors import (
     error_json,
     invalid,
 )
-from tandem.server.api.gate import read_body
+from tandem.server.api.gate import read_body, within
 from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.response_store import PendingResponse, ResponseStore, owner_of
@@ -92,13 +92,13 @@ class Generate:
             conversation = PendingResponse(self._store, owner_of(request))
         key = given_key(request.headers)
         limit = began + timeout_seconds(request, {}, default=self._timeout_seconds) - time.monotonic()
-        try:
-            async with asyncio.timeout(limit):
-                raw = await read_body(request)
-                size = len(raw) if conversation is None else LOOP_BYTES + 1  # what is before it may be long
-                body, content, blocks = await off_loop(size, LOOP_BYTES, self._read, raw, conversation, key)
-        except TimeoutError:
-            raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed: the body did not come", stage=STAGE) from None
+
+        async def read() -> tuple[dict[str, Any], bytes, Blocks]:
+            raw = await read_body(request)
+            size = len(raw) if conversation is None else LOOP_BYTES + 1  # what is before it may be long
+            return await off_loop(size, LOOP_BYTES, self._read, raw, conversation, key)
+
+        body, content, blocks = await within(limit, read(), "the body did not come", stage=STAGE)
         check_prompts(request.scope["path"], body)
         model = model_of(self._shell.router.registry, request.scope["path"], body)
         timeout = began + timeout_seconds(request, body, default=self._timeout_seconds) - time.monotonic()
