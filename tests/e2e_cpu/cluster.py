@@ -307,10 +307,19 @@ def child_named(process_id: int, module: str) -> int:
 
 def children_named(process_id: int, module: str) -> list[int]:
     """The children that run `tandem.server.<module>`; at least one."""
-    children = children_of(process_id)
-    found = [child for child in children if f"tandem.server.{module}" in Path(f"/proc/{child}/cmdline").read_text()]
+    found = _running(process_id, module)
     assert found, f"no child runs {module}"
     return found
+
+
+def workers_of(server: Server) -> list[int]:
+    """Processes, in the order in which they were started: by DP rank, those of one in order of their shards."""
+    return _running(server.member.process.pid, "worker_process")
+
+
+def _running(process_id: int, module: str) -> list[int]:
+    children = children_of(process_id)
+    return [child for child in children if f"tandem.server.{module}" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 @contextmanager

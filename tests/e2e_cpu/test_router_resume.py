@@ -8,14 +8,14 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPConnection
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import REPLY_S, Cluster, Server, bootstrap_port, cluster, eventually
+from cluster import REPLY_S, Cluster, Server, bootstrap_port, cluster, eventually, workers_of
 
 FLAGS = ("--deterministic",)
 JSON = {"Content-Type": "application/json"}
@@ -174,7 +174,7 @@ def test_streams_go_on_with_another_decode_when_theirs_is_killed(it: Cluster) ->
     assert it.unified is not None
     names = [name for name in FORMS if name not in SEVERAL]
     alone = {name: put_together(name, all_of(it.unified, name)) for name in names}
-    answers = under_a_kill(it.decodes[0], [Reading(it.router, name) for name in names])
+    answers = under_a_kill(lambda: kill(it.decodes[0]), [Reading(it.router, name) for name in names])
     for name, events in answers:
         assert put_together(name, events) == alone[name], name
     assert resumed(it.router) >= len(LONG_ENOUGH) // 2  # whatever was over before
@@ -182,6 +182,22 @@ def test_streams_go_on_with_another_decode_when_theirs_is_killed(it: Cluster) ->
     it.fleet.wait_ready(timeout_s=90)
     eventually(it.decodes[1].is_idle, what=it.decodes[1].state)
     eventually(it.prefills[0].is_idle, what=it.prefills[0].state)
+
+
+def test_streams_of_a_rank_that_is_lost_go_on_with_another_rank_of_the_only_decode(it: Cluster) -> None:
+    assert it.unified is not None
+    names = ["greedy chat", "seeded chat with penalties", "generate"] * 2
+    alone = {name: put_together(name, all_of(it.unified, name)) for name in set(names)}
+    with cluster(prefills=1, decodes=1, flags=FLAGS, decode_flags=("--dp", "2")) as other:
+        assert other.router is not None
+        (decode,) = other.decodes
+        lost = workers_of(decode)[1]
+        answers = under_a_kill(lambda: os.kill(lost, signal.SIGKILL), [Reading(other.router, n) for n in names])
+        assert [put_together(name, events) for name, events in answers] == [alone[name] for name in names]
+        assert resumed(other.router) >= 1
+        eventually(lambda: "DP rank 1 serves again" in decode.log, within_s=60, what=lambda: decode.log[-2000:])
+        for server in other.servers:
+            eventually(server.is_idle, what=server.states)
 
 
 @pytest.mark.slow
@@ -193,7 +209,7 @@ def test_every_choice_of_a_stream_goes_on_with_its_own_draws(it: Cluster) -> Non
     )  # the one that was killed is back
     before = resumed(it.router)
     wanted = [(name, f"{name.replace(' ', '-')}-{number}") for name in SEVERAL for number in range(2)]
-    answers = under_a_kill(it.decodes[0], [Reading(it.router, name, rid=rid) for name, rid in wanted])
+    answers = under_a_kill(lambda: kill(it.decodes[0]), [Reading(it.router, name, rid=rid) for name, rid in wanted])
     assert resumed(it.router) >= before + len(SEVERAL) - 1  # whatever was over before
     for (name, rid), (_, events) in zip(wanted, answers, strict=True):
         pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(it.prefills[0])}
@@ -209,13 +225,13 @@ def test_every_choice_of_a_stream_goes_on_with_its_own_draws(it: Cluster) -> Non
     eventually(it.prefills[0].is_idle, what=it.prefills[0].state)
 
 
-def under_a_kill(decode: Server, readings: list[Reading]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """What clients get whose streams have begun when a decode is killed."""
+def under_a_kill(kills: Callable[[], None], readings: list[Reading]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """What clients get whose streams have begun when somebody is killed."""
     with ThreadPoolExecutor(len(readings)) as pool:
         reading = [(one, pool.submit(one.read)) for one in readings]
         for one, _ in reading:
             assert one.has_begun.wait(60), one.name
-        kill(decode)
+        kills()
         for one, _ in reading:
             one.may_go_on.set()
         return [(one.name, future.result(90)) for one, future in reading]

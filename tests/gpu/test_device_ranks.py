@@ -5,11 +5,10 @@ Not on fewer devices than workers: NCCL connects devices.
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
-from cluster import children_of, cluster, eventually
+from cluster import cluster, eventually, workers_of
 from reference import CHUNK, ask_each, assert_same_tokens, real_prompts
 
 NUM_PROMPTS = 24
@@ -52,12 +51,7 @@ def test_a_worker_that_is_killed_ends_the_server_while_the_other_one_waits_in_nc
         assert server is not None
         stream = server.stream("Tom has 3 apples.", max_new_tokens=4000, sampling_params={"ignore_eos": True})
         assert stream.next() is not None
-        workers = [pid for pid in children_of(server.member.process.pid) if "worker_process" in command_of(pid)]
-        os.kill(workers[1], signal.SIGKILL)
+        os.kill(workers_of(server)[1], signal.SIGKILL)
         assert stream.rest()[-1]["error"]["code"] == "worker_lost"
         eventually(lambda: server.member.process.poll() == 1)
         assert "the worker TP1 PP0 process was killed" in server.log
-
-
-def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import Cluster, HttpError, Server, bootstrap_port, children_of, cluster, eventually
+from cluster import Cluster, HttpError, Server, bootstrap_port, cluster, eventually, workers_of
 from kept_servers import flush_cache
 
 from tandem.core.disagg.dp_rank import FORCE_QUERY
@@ -160,7 +160,7 @@ def test_one_rank_that_dies_is_started_anew_while_the_others_serve(replicas: Ser
     tokens = replicas.generate(PROMPTS[0], max_new_tokens=8)["output_ids"]
     stream = replicas.stream(PROMPTS[1], max_new_tokens=4000, routed_dp_rank=1, sampling_params={"ignore_eos": True})
     assert stream.next() is not None
-    os.kill(worker_of(replicas, 1), signal.SIGKILL)
+    os.kill(workers_of(replicas)[1], signal.SIGKILL)
     assert stream.rest()[-1]["error"]["code"] == "worker_lost"
     well, lost = replicas.get("/server_info")["dp_ranks"]
     assert well == {"dp_rank": 0, "status": "ready"}
@@ -185,7 +185,7 @@ def test_one_rank_that_hangs_is_left_out_and_started_anew_while_the_others_serve
         server = it.unified
         assert server is not None
         tokens = server.generate(PROMPTS[0], max_new_tokens=8)["output_ids"]
-        os.kill(worker_of(server, 3), signal.SIGSTOP)
+        os.kill(workers_of(server)[3], signal.SIGSTOP)
         hangs = "the worker TP1 PP0 process hangs: no answer for "
         eventually(lambda: hangs in server.get("/server_info")["dp_ranks"][1].get("reason", ""))
         assert "DP rank 1 is lost" not in server.log, "it is left out before it is given up"
@@ -208,7 +208,7 @@ def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> No
         with ThreadPoolExecutor(6) as pool:
             early = [pool.submit(router.generate, prompt, max_new_tokens=8) for prompt in PROMPTS[:8]]
             for server, dp_rank in lost:
-                os.kill(worker_of(server, dp_rank), signal.SIGKILL)
+                os.kill(workers_of(server)[dp_rank], signal.SIGKILL)
             late = [pool.submit(router.generate, prompt, max_new_tokens=8) for prompt in PROMPTS[8:]]
             assert [answer.result()["output_ids"] for answer in early + late] == expected
         for server, dp_rank in lost:
@@ -420,14 +420,3 @@ def test_who_is_forced_to_ask_finds_a_route_that_contradicts_its_room(monkeypatc
             assert (half["meta_info"]["dp_rank"], answer["meta_info"]["path"]) == (rank, "remote")
         for server in it.servers:
             eventually(server.is_idle, what=server.states)
-
-
-def worker_of(server: Server, number: int) -> int:
-    """Replicas are started in order, each with its workers first."""
-    workers = [pid for pid in children_of(server.member.process.pid) if "worker_process" in command_of(pid)]
-    return workers[number]
-
-
-def command_of(pid: int) -> str:
-    with open(f"/proc/{pid}/cmdline") as file:
-        return file.read()

@@ -12,24 +12,13 @@ from pathlib import Path
 from typing import Any  # marks of pytest
 
 import pytest
-from cluster import MODEL, Server, children_of, cluster, eventually, is_running
+from cluster import MODEL, Server, children_of, cluster, eventually, is_running, workers_of
 
 from tandem.cli.fleet import Fleet, serve_words
 from tandem.cli.ports import free_ports
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 POOL = ("--max-total-tokens", "8192")
-
-
-def workers_of(server: Server) -> list[int]:
-    """In order of their shards, which is the order in which they were started."""
-    found = children_of(server.member.process.pid)
-    return [pid for pid in found if "worker_process" in command_of(pid)]
-
-
-def command_of(pid: int) -> str:
-    with open(f"/proc/{pid}/cmdline") as file:
-        return file.read()
 
 
 def error_line(server: Server) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import Cluster, HttpError, Server, bootstrap_port, children_of, cluster, eventually
+from cluster import Cluster, HttpError, Server, bootstrap_port, cluster, eventually, workers_of
 from rank_gauges import held_by_workers
 
 SOON_S = 10.0
@@ -270,16 +270,6 @@ def half_alone(prefill: Server) -> Half:
 
 
 # --- awkward moments -------------------------------------------------------------------------------------------------
-
-
-def workers_of(server: Server) -> list[int]:
-    """In order of their shards, which is the order in which they were started."""
-    return [pid for pid in children_of(server.member.process.pid) if "worker_process" in command_of(pid)]
-
-
-def command_of(pid: int) -> str:
-    with open(f"/proc/{pid}/cmdline") as file:
-        return file.read()
 
 
 @contextmanager

@@ -16,18 +16,22 @@ from tandem.core.commands import FinishReason
 from tandem.core.request import Request
 from tandem.core.values import Cause
 from tandem.sampling import Payload
+from tandem.server.api.errors import Failure
 from tandem.server.api.resume import (
     ASKS,
     FIELD,
     REASONS,
     TELLS,
     FrameReader,
+    Opening,
     PieceKind,
+    Proofs,
     Resume,
     ResumeFrame,
     Told,
     pieces_in,
 )
+from tandem.server.api.telling import Teller
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.router.shell import encode_rest
 
@@ -349,7 +353,15 @@ def test_a_stream_that_ends_with_an_error_says_whether_it_may_go_on_elsewhere(ca
     *_, (last, data) = frames_of(w, "/v1/completions", PAIR | {"prompt": "hi"})
     assert last.is_last
     assert (bool(last.gives_up), last.code) == (may_go_on, cause.value)
+    assert last.serves_on is (cause is Cause.WORKER_LOST)
     assert cause.value in data.decode()
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_whether_a_rank_is_left_is_said_of_a_stream_whose_rank_was_lost(serves: bool) -> None:
+    teller = Teller(Proofs(b"key", Opening("nonce", 0, ()), ()), None, (), lambda: serves)
+    ((last, _),) = FrameReader().feed(teller.last_frame(b"", Failure(Cause.WORKER_LOST, "gone")))
+    assert (last.gives_up, last.serves_on) == ("gone", serves)
 
 
 def test_frames_out_of_bounds_are_none() -> None:

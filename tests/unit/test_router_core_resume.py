@@ -71,6 +71,22 @@ def test_a_stream_that_nobody_can_go_on_with_ends_with_what_it_was_lost_of(failu
         assert said == [Finish(R)] if failure is HalfFailure.GAVE_UP else cause_of(said) is RouteCause.CONNECTION_LOST
 
 
+def test_where_there_is_no_other_decode_another_rank_of_the_same_one_goes_on() -> None:
+    world = World(decodes=1)
+    streaming(world)
+    said = world.tell(HalfFailed(R, 1, D, HalfFailure.GAVE_UP, "a rank is lost", serves_on=True))
+    second = only_dispatch(said)
+    assert (second.resumes, second.pair.decode.id) == (True, world.workers[-1].id)
+
+
+def test_where_there_is_another_decode_that_one_goes_on_for_a_rank_that_was_lost() -> None:
+    world = World()
+    first = world.ask(streams=True)
+    world.tell(HalfAnswered(R, 1, P), HalfEnded(R, 1, P), DecodeSpoke(R, 1, is_resumable=True))
+    second = only_dispatch(world.tell(HalfFailed(R, 1, D, HalfFailure.GAVE_UP, "a rank is lost", serves_on=True)))
+    assert second.pair.decode != first.pair.decode
+
+
 def test_a_request_whose_decode_has_died_twice_kills_no_third() -> None:
     world = World(2, 3)
     streaming(world)

@@ -106,6 +106,7 @@ class HalfFailed(Struct, frozen=True, tag=True):
     failure: HalfFailure
     detail: str = ""
     silent_ns: Nanos = Nanos(0)  # of a stream: since its last piece
+    serves_on: bool = False  # of a worker that gave up: another of its DP ranks may go on
 
 
 class WorkerProbed(Struct, frozen=True, tag=True):

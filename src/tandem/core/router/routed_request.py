@@ -22,8 +22,9 @@ Rules:
     `document_ns` that bounds.
 5.  A request that was aborted by name is not retried: its halves end it, between two attempts the router does.
 6.  A stream that can be resumed (`DecodeSpoke.is_resumable`), and whose decode dies, or says that it cannot go on and
-    another may, goes on with another decode: an attempt like any other, which is asked for what follows. It happens
-    `resumes` times at most. What bounds it is what bounds the gap between two tokens, counted from the last one; the
+    another may, goes on with another decode, or where there is none with another DP rank of the same one
+    (`HalfFailed.serves_on`): an attempt like any other, which is asked for what follows. It happens `resumes` times at
+    most. What bounds it is what bounds the gap between two tokens, counted from the last one; the
     client's deadline has been met. An attempt that fails before it says anything is retried as rule 2 has it; where no
     other is left the stream ends with what it was lost of.
 7.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends a request, and nothing follows it.
@@ -290,7 +291,7 @@ class RoutedRequest:
         """Rule 6."""
         deadline = Nanos(now - event.silent_ns + self.settings.gap_ns)
         may_go_on = self.is_resumable and not self.is_aborted and self.num_resumes < self.settings.resumes
-        if not may_go_on or now >= deadline or not has_other(self.worker(Side.DECODE).id):
+        if not may_go_on or now >= deadline or not (event.serves_on or has_other(self.worker(Side.DECODE).id)):
             return self._end(otherwise)
         self.num_resumes += 1
         self.first_attempt = self.attempt + 1

@@ -97,13 +97,13 @@ class UpstreamCall:
         """No piece has come for `patience_ns`."""
         return self.fail(HalfFailure.STALLED, f"no byte for {self.stall_ns / SECOND:g} s", silent_ns=self.stall_ns)
 
-    def give_up(self, detail: str, *, silent_ns: Nanos) -> Said:
+    def give_up(self, detail: str, *, silent_ns: Nanos, serves_on: bool) -> Said:
         """The last word of a stream that can be resumed: here it cannot go on, elsewhere it may."""
-        return self.fail(HalfFailure.GAVE_UP, detail, silent_ns=silent_ns)
+        return self.fail(HalfFailure.GAVE_UP, detail, silent_ns=silent_ns, serves_on=serves_on)
 
-    def fail(self, failure: HalfFailure, detail: str, *, silent_ns: Nanos = NOW) -> Said:
-        """silent_ns: since the last piece."""
+    def fail(self, failure: HalfFailure, detail: str, *, silent_ns: Nanos = NOW, serves_on: bool = False) -> Said:
+        """silent_ns: since the last piece; serves_on: as in `HalfFailed`"""
         if self.is_over:
             return ()
         self.is_over = True
-        return (HalfFailed(self.request, self.attempt, self.half, failure, detail, silent_ns),)
+        return (HalfFailed(self.request, self.attempt, self.half, failure, detail, silent_ns, serves_on),)

@@ -452,10 +452,13 @@ class Endpoints:
         if not is_asked_for or not can_tell(asks, self._limits, is_cumulative=is_cumulative):
             return None
         if resumed is not None:
-            return Teller(resumed.proofs, None, asks)
+            return Teller(resumed.proofs, None, asks, self._serves)
         opening = Opening(asks[0].nonce, made_at, tuple(ask.pair.room or 0 for ask in asks))
         digests = [one.submit.request.prompt_digest for one in prepared]
-        return Teller(Proofs(self._limits.keys.digests, opening, digests), opening, asks)
+        return Teller(Proofs(self._limits.keys.digests, opening, digests), opening, asks, self._serves)
+
+    def _serves(self) -> bool:
+        return bool(self._client.there)
 
     async def _resumed(self, request: Request, raw: bytes) -> Resume | None:
         """What of a stream was said elsewhere; only who asks to be told of one can have it."""

@@ -66,6 +66,7 @@ class ResumeFrame(Struct, frozen=True, omit_defaults=True):
     is_last: bool = False
     gives_up: str = ""  # why it does not go on here, and may elsewhere; the bytes say so to a client
     code: str = ""  # of the error that ends it
+    serves_on: bool = False  # it gives up for a DP rank that was lost, and has others
 
 
 class Resume(Struct, frozen=True):

@@ -67,9 +67,11 @@ def can_tell(asks: Sequence[SampleRequest], limits: ModelLimits, *, is_cumulativ
 class Teller:
     """Of one stream."""
 
-    def __init__(self, proofs: Proofs, opening: Opening | None, asks: Sequence[SampleRequest]) -> None:
-        """opening: None of a stream that was begun elsewhere, whose router has it."""
-        self._proofs, self._opening = proofs, opening
+    def __init__(
+        self, proofs: Proofs, opening: Opening | None, asks: Sequence[SampleRequest], serves: Callable[[], bool]
+    ) -> None:
+        """opening: None of a stream that was begun elsewhere, whose router has it. serves: whether a rank is there"""
+        self._proofs, self._opening, self._serves = proofs, opening, serves
         self._num_told = {ask.index: ask.num_said for ask in asks if ask.said is not None}  # tokens of a choice
         self._said = bytearray()  # for the next frame
 
@@ -98,7 +100,13 @@ class Teller:
         """Of a stream that ends with an error. Who has had no token in all its time does not get some elsewhere."""
         may_go_on = RULES[failure.code].retryable and failure.code is not Cause.DEADLINE_EXCEEDED
         gives_up = failure.message or failure.code.value
-        frame = ResumeFrame(len(data), is_last=True, gives_up=gives_up if may_go_on else "", code=failure.code.value)
+        frame = ResumeFrame(
+            len(data),
+            is_last=True,
+            gives_up=gives_up if may_go_on else "",
+            code=failure.code.value,
+            serves_on=failure.code is Cause.WORKER_LOST and self._serves(),
+        )
         return encode_frame(frame, data)
 
 

@@ -438,7 +438,9 @@ class RouterShell:
             for frame, data in reader.feed(piece):
                 if frame.gives_up:
                     connection.call.give_up_message, connection.call.give_up_code = data, frame.code
-                    self._hear(connection, connection.upstream.give_up(frame.gives_up, silent_ns=connection.silent_ns))
+                    silent_ns, serves_on = connection.silent_ns, frame.serves_on
+                    said = connection.upstream.give_up(frame.gives_up, silent_ns=silent_ns, serves_on=serves_on)
+                    self._hear(connection, said)
                     return
                 if data:
                     await pipe.put(data)

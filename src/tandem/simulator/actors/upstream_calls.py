@@ -253,7 +253,8 @@ class SimulatedConnection:
             return
         if cause is not None and self.upstream.is_resumable and may_go_on(cause):
             self.caller.give_up_message = f"error {cause}"
-            self._hear_last(self.upstream.give_up(cause.value, silent_ns=self._silent_ns))
+            serves_on = cause is Cause.WORKER_LOST and any(rank.life is not None for rank in self.server.ranks)
+            self._hear_last(self.upstream.give_up(cause.value, silent_ns=self._silent_ns, serves_on=serves_on))
             return
         said = self.upstream.end(cause, "the worker is lost" if cause is Cause.WORKER_LOST else "")
         if self.side is Side.DECODE and self.caller.source is self:
