@@ -5018,6 +5018,41 @@ OTHERS = (
         "            pass",
         DP_RANKS + "a_half_that_decode_refuses_ends_that_of_prefill_wherever_it_was_routed",
     ),
+    Break(
+        "nobody_asks_the_only_decode_again",
+        "core/router/routed_request.py",
+        "not (event.serves_on or has_other(",
+        "not (has_other(",
+        "unit/test_router_core_resume.py::test_where_there_is_no_other_decode_another_rank_of_the_same_one_goes_on",
+    ),
+    Break(
+        "a_decode_never_says_that_it_serves_on",
+        "server/api/telling.py",
+        "serves_on=failure.code is Cause.WORKER_LOST and self._serves(),",
+        "serves_on=False,",
+        "unit/test_api_resume.py::test_whether_a_rank_is_left_is_said_of_a_stream_whose_rank_was_lost",
+    ),
+    Break(
+        "the_router_does_not_hear_that_a_decode_serves_on",
+        "server/router/shell.py",
+        "silent_ns, serves_on = connection.silent_ns, frame.serves_on",
+        "silent_ns, serves_on = connection.silent_ns, False",
+        "e2e_cpu/test_router_resume.py::test_streams_of_a_rank_that_is_lost_go_on_with_another_rank_of_the_only_decode",
+    ),
+    Break(
+        "who_waited_for_a_body_has_not_waited",
+        "server/api/gate.py",
+        "waited = max(0.0, seconds)",
+        "waited = 0.0",
+        "unit/test_api_connections.py::test_a_body_that_does_not_come_by_its_deadline_is_answered",
+    ),
+    Break(
+        "a_flag_that_does_not_fit_is_a_fault",
+        "server/api/process.py",
+        "if self._ready.is_set():  # else there was nothing",
+        "if True:  # else there was nothing",
+        "e2e_cpu/test_fault_records.py::test_a_flag_that_does_not_fit_the_model_is_no_fault_of_ours",
+    ),
 )
 
 
