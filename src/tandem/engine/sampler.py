@@ -94,7 +94,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> 
         return Sampled(np.empty(0, dtype=np.int32), b"", {})
     is_finite = np.isfinite(logits.sum(dim=-1).cpu().numpy())  # nan and inf survive a sum
     raw = _forbid(logits, draws)
-    tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)  # ties: the lowest id
+    tokens = _largest(logits).astype(np.int32)
     scores: dict[int, TokenScore] = {}
     flags = bytearray(len(draws))
     for row, (draw, best) in enumerate(zip(draws, tokens.tolist(), strict=True)):
@@ -110,6 +110,13 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> 
                 scores[row] = score
         flags[row] = _flags(best, draw.params, eos_ids)
     return Sampled(tokens, bytes(flags), scores)
+
+
+def _largest(logits: Tensor) -> np.ndarray:
+    """By row; of equals the lowest token id."""
+    if logits.is_cpu:
+        return logits.numpy().argmax(axis=-1)  # torch takes ten times as long
+    return logits.argmax(dim=-1).cpu().numpy()
 
 
 def _forbid(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
