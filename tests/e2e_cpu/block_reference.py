@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,7 +27,8 @@ def greedy(scores: Tensor, position: int) -> int:
 
 def drawn(seed: int, temperature: float) -> Draw:
     def draw(scores: Tensor, position: int) -> int:
-        return greedy(scores / temperature + gumbel_noise(seed, position, torch.arange(len(scores))), position)
+        noise = gumbel_noise(seed, position, np.arange(len(scores)))
+        return greedy(scores / temperature + torch.from_numpy(noise), position)
 
     return draw
 

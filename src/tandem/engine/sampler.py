@@ -27,7 +27,11 @@ from tandem.core.batch import TokenFlag
 from tandem.sampling import SamplingParams, TokenScore
 
 GREEDY_BELOW = 1e-5  # temperatures below divide scores out of the range of fp32; the winner is the same
-FIRST_CANDIDATES = 1024  # top-p rarely needs more; sorting a whole vocabulary costs milliseconds
+FIRST_CANDIDATES = (64, 1024)  # top-p rarely needs more; sorting a whole vocabulary costs milliseconds
+FEW = 2048  # ids of which none is left out, as it would take as long
+TOGETHER = 8192  # ids whose noise is looked at: larger arrays would be fresh memory each time
+LARGEST_V = np.float32(1 - 2.0**-24)
+MOST_NOISE = 22.88  # of v as small as it can be
 
 _MASK_64 = (1 << 64) - 1
 
@@ -160,7 +164,7 @@ def _sample_row(raw: Tensor, allowed: Tensor, draw: Draw, eos_ids: Sequence[int]
     if params.temperature < GREEDY_BELOW:
         token = int(adjusted.argmax())
     else:
-        token = _draw(adjusted / params.temperature, params, draw.position)
+        token = _draw((adjusted / params.temperature).numpy(), params, draw.position)
     return token, score_of(raw, token, params.top_logprobs) if params.logprobs else None
 
 
@@ -203,56 +207,80 @@ def _penalize(logits: Tensor, params: SamplingParams, history: History) -> Tenso
     return logits
 
 
-def _draw(scores: Tensor, params: SamplingParams, position: int) -> int:
-    """One draw from the softmax of `scores` [vocab], restricted as the parameters say."""
+def _draw(scores: np.ndarray, params: SamplingParams, position: int) -> int:
+    """One draw from the softmax of `scores`, [vocab] fp32, restricted as the parameters say."""
     ids = _candidates(scores, params)
     if ids is None:
-        return int((scores + gumbel_noise(params.seed, position, torch.arange(scores.shape[0]))).argmax())
+        ids = _who_may_win(scores, params.seed, position)
     return int(ids[(scores[ids] + gumbel_noise(params.seed, position, ids)).argmax()])
 
 
-def _candidates(scores: Tensor, params: SamplingParams) -> Tensor | None:
+def _who_may_win(scores: np.ndarray, seed: int, position: int) -> np.ndarray:
+    """Ids among which the largest `score + noise` is, in order: of most of a vocabulary a bound of the noise is enough.
+
+    The winner has at least what the best score has with its noise. Noise is at most MOST_NOISE, and -log(v) at most.
+    """
+    if len(scores) <= FEW:
+        return np.arange(len(scores))
+    best = np.array([scores.argmax()])
+    least = (scores[best] + gumbel_noise(seed, position, best)).item()
+    least = np.float32(least - 0.01 - 1e-6 * abs(least))  # sums are rounded
+    near = np.flatnonzero(scores >= least - np.float32(MOST_NOISE))
+    found: list[np.ndarray] = []
+    for first in range(0, len(near), TOGETHER):
+        ids = near[first : first + TOGETHER]
+        found.append(ids[_uniform(seed, position, ids) <= np.exp(scores[ids] - least)])
+    return np.concatenate(found)
+
+
+def _candidates(scores: np.ndarray, params: SamplingParams) -> np.ndarray | None:
     """Ids that may be drawn, best first; None: all of them. At least the best one stays."""
-    ids: Tensor | None = None
-    vocab = scores.shape[0]
-    if 0 < params.top_k < vocab:
+    ids: np.ndarray | None = None
+    if 0 < params.top_k < len(scores):
         ids = _best(scores, params.top_k)
     if params.top_p < 1.0:
         ids = _nucleus(scores, ids, params.top_p)
     if params.min_p > 0.0:
-        ids = torch.arange(vocab) if ids is None else ids
-        ids = ids[scores[ids] >= scores.max() + math.log(params.min_p)]
+        least = scores.max() + np.float32(math.log(params.min_p))
+        ids = np.flatnonzero(scores >= least) if ids is None else ids[scores[ids] >= least]
     return ids
 
 
-def _best(scores: Tensor, count: int) -> Tensor:
-    """The `count` best ids, best first, equal scores by id. (`topk` alone leaves the order of ties open.)"""
-    threshold = scores.topk(count).values[-1]
-    ids = (scores >= threshold).nonzero().squeeze(1)
-    order = scores[ids].sort(descending=True, stable=True).indices
-    return ids[order[:count]]
+def _best(scores: np.ndarray, count: int) -> np.ndarray:
+    """The `count` best ids, best first, equal scores by id."""
+    ids = np.arange(len(scores))
+    if count < len(scores):
+        ids = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+    return ids[np.argsort(-scores[ids], kind="stable")[:count]]
 
 
-def _nucleus(scores: Tensor, ids: Tensor | None, top_p: float) -> Tensor:
+def _nucleus(scores: np.ndarray, ids: np.ndarray | None, top_p: float) -> np.ndarray:
     """The smallest set of best ids that holds at least `top_p` of the probability (of the ids given)."""
     if ids is not None:
-        return _cut_at(ids, torch.softmax(scores[ids].double(), dim=0), top_p)
-    probabilities = torch.softmax(scores.double(), dim=0)
-    ids = _best(scores, min(FIRST_CANDIDATES, scores.shape[0]))
-    if float(probabilities[ids].sum()) < top_p:
-        ids = _best(scores, scores.shape[0])
+        return _cut_at(ids, _softmax(scores[ids]), top_p)
+    probabilities = _softmax(scores)
+    for count in (*FIRST_CANDIDATES, len(scores)):
+        ids = _best(scores, min(count, len(scores)))
+        if probabilities[ids].sum() >= top_p:
+            break
+    assert ids is not None
     return _cut_at(ids, probabilities[ids], top_p)
 
 
-def _cut_at(ids: Tensor, probabilities: Tensor, top_p: float) -> Tensor:
-    before = probabilities.cumsum(0) - probabilities
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    """fp64"""
+    return torch.softmax(torch.from_numpy(scores).double(), dim=0).numpy()
+
+
+def _cut_at(ids: np.ndarray, probabilities: np.ndarray, top_p: float) -> np.ndarray:
+    before = probabilities.cumsum() - probabilities
     return ids[: max(1, int((before < top_p).sum()))]
 
 
 def score_of(raw: Tensor, token: int, top: int) -> TokenScore:
     """What is said of one token. raw: [vocab] fp32 on the host, the scores of all that may stand in its place."""
-    logprobs = raw.log_softmax(dim=0)
-    best = _best(logprobs, min(top, raw.shape[0])) if top > 0 else torch.empty(0, dtype=torch.int64)
+    logprobs = raw.log_softmax(dim=0).numpy()
+    best = _best(logprobs, min(top, len(logprobs))) if top > 0 else np.empty(0, dtype=np.int64)
     return TokenScore(
         logprob=float(logprobs[token]),
         top_ids=tuple(best.tolist()),
@@ -263,15 +291,27 @@ def score_of(raw: Tensor, token: int, top: int) -> TokenScore:
 # --- noise --------------------------------------------------------------------------------------------------------
 
 
-def gumbel_noise(seed: int, position: int, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, fp32, one value per id: a hash of (seed, position, id). ids: [n] int64.
+def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
+    """Standard Gumbel noise, fp32, one value per id.
 
-    -log(-log(u)) with u close to 1 as 1 - v, v of 32 bits: the upper tail, which decides, is exact down to 2^-32.
+    -log(-log(u)) with u close to 1 as 1 - v: the upper tail, which decides, is exact down to 2^-32.
     """
+    v = torch.from_numpy(_uniform(seed, position, ids))
+    return (-torch.log(-torch.log1p(-v))).numpy()
+
+
+def _uniform(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
+    """v between 0 and 1, fp32, of 32 bits: a hash of (seed, position, id). ids: int64"""
     key = _mix(_mix(seed & _MASK_64) ^ (position & _MASK_64))
-    bits = _mixed(ids * _signed(0x9E3779B97F4A7C15) + _signed(key))
-    v = (((bits >> 32) & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log1p(-v.clamp_(max=1 - 2.0**-24)))
+    hashed = ids.astype(np.uint64)
+    hashed *= np.uint64(0x9E3779B97F4A7C15)  # products and sums wrap
+    hashed += np.uint64(key)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        hashed ^= hashed >> np.uint64(shift)
+        hashed *= np.uint64(factor)
+    hashed ^= hashed >> np.uint64(31)
+    high = (hashed >> np.uint64(32)).astype(np.float32)
+    return np.minimum((high + np.float32(0.5)) * np.float32(2.0**-32), LARGEST_V)
 
 
 def _mix(value: int) -> int:
@@ -280,14 +320,3 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)
-
-
-def _mixed(values: Tensor) -> Tensor:
-    """The same on int64 tensors: products wrap, and a mask makes shifts logical."""
-    values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
-    return values ^ ((values >> 31) & ((1 << 33) - 1))
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
