@@ -4993,8 +4993,8 @@ OTHERS = (
     Break(
         "a_stream_does_not_name_the_cause_of_its_end",
         "server/api/telling.py",
-        'gives_up=gives_up if may_go_on else "", code=failure.code.value)',
-        'gives_up=gives_up if may_go_on else "")',
+        "            code=failure.code.value,",
+        "",
         "unit/test_api_resume.py::test_a_stream_that_ends_with_an_error_says_whether_it_may_go_on_elsewhere",
     ),
     Break(
@@ -5052,6 +5052,34 @@ OTHERS = (
         "if self._ready.is_set():  # else there was nothing",
         "if True:  # else there was nothing",
         "e2e_cpu/test_fault_records.py::test_a_flag_that_does_not_fit_the_model_is_no_fault_of_ours",
+    ),
+    Break(
+        "ids_whose_noise_could_win_are_left_out",
+        "engine/sampler.py",
+        "near = np.flatnonzero(scores >= least - np.float32(MOST_NOISE))",
+        "near = np.flatnonzero(scores >= least - np.float32(3.0))",
+        "unit/test_engine_sampler.py::test_a_draw_is_the_largest_of_all_scores_with_their_noise",
+    ),
+    Break(
+        "noise_is_bounded_too_tightly",
+        "engine/sampler.py",
+        "ids[_uniform(seed, position, ids) <= np.exp(scores[ids] - least)]",
+        "ids[_uniform(seed, position, ids) <= np.exp(scores[ids] - least) / 4]",
+        "unit/test_engine_sampler.py::test_a_draw_is_the_largest_of_all_scores_with_their_noise",
+    ),
+    Break(
+        "a_nucleus_ends_with_the_first_candidates",
+        "engine/sampler.py",
+        "if probabilities[ids].sum() >= top_p:",
+        "if True:",
+        "unit/test_engine_sampler.py::test_a_nucleus_is_what_sorting_all_probabilities_gives",
+    ),
+    Break(
+        "of_equal_scores_the_last_are_the_best",
+        "engine/sampler.py",
+        'np.argsort(-scores[ids], kind="stable")[:count]',
+        'np.argsort(scores[ids], kind="stable")[::-1][:count]',
+        "unit/test_engine_sampler.py::test_a_nucleus_is_what_sorting_all_probabilities_gives",
     ),
 )
 
