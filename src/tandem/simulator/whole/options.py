@@ -54,6 +54,7 @@ BLOCKS_ONE_IN = 6  # of the seeds that may have them
 WINDOWS_ONE_IN = 8
 QUEUES_ONE_IN = 6
 CROWDED_ONE_IN = 8
+BACKENDS_ONE_IN = 8
 FORMED_TOKENS = 512  # that a pool holds at least where requests offer tools, which take some 300 of them in a prompt
 
 
@@ -250,6 +251,16 @@ def draw_allocation(seed: int) -> dict[str, Any]:
     return {} if is_early else {"disaggregation_decode_allocation_policy": "prefill_complete"}
 
 
+def draw_backends(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How pages come, of prefills and of decodes, where that is not left to each connection. Some can't have it as they
+    are set, and compute their prompts. From randomness of its own, too."""
+    random = Random(f"whole backends {seed}")
+    if seed < FIRST_OFF_RECORD or random.randrange(BACKENDS_ONE_IN):
+        return {}, {}
+    prefill, decode = ({"disaggregation_transfer_backend": random.choice(("auto", "sock", "shm"))} for _ in range(2))
+    return prefill, decode
+
+
 def draw_windows(seed: int) -> int:
     """How many tokens a query sees in some layers of the model; 0: all. From randomness of its own, too."""
     random = Random(f"whole windows {seed}")
@@ -328,6 +339,9 @@ def draw_options(seed: int) -> Options:
     prefill_cut, decode_cut, _ = draw_cuts(seed)
     roles["prefill"] |= flags_of(prefill_cut) | flags_of(draw_context(seed))
     roles["decode"] |= flags_of(decode_cut) | draw_allocation(seed)
+    lends, reads = draw_backends(seed)
+    roles["prefill"] |= lends
+    roles["decode"] |= reads
     formed, form_flags = _draw_forms(Random(f"whole forms {seed}"))
     together, delayer = draw_together(seed)
     vectors, vector_flags = ("", {}) if together else draw_vectors(seed, is_unified=is_unified)
