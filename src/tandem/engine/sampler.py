@@ -164,7 +164,8 @@ def _sample_row(raw: Tensor, allowed: Tensor, draw: Draw, eos_ids: Sequence[int]
     if params.temperature < GREEDY_BELOW:
         token = int(adjusted.argmax())
     else:
-        token = _draw((adjusted / params.temperature).numpy(), params, draw.position)
+        scores = adjusted if params.temperature == 1.0 else adjusted / params.temperature
+        token = _draw(scores.numpy(), params, draw.position)
     return token, score_of(raw, token, params.top_logprobs) if params.logprobs else None
 
 
