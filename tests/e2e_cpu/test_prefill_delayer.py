@@ -45,12 +45,8 @@ def metrics(server: Server) -> dict[str, float]:
 
 def test_prompts_wait_for_each_other_and_nobody_gets_other_tokens(server: Server) -> None:
     alone = [ask(server, number) for number in range(CLIENTS * ROUNDS)]
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        together = list(clients.map(lambda number: ask(server, number), range(CLIENTS * ROUNDS)))
-    assert together == alone
+    assert ask_until_some_wait(server) == alone
     found = metrics(server)
-    outcomes = {key: value for key, value in found.items() if "prefill_delayer_outcomes_total" in key}
-    assert sum(value for key, value in outcomes.items() if 'output_reason="delay"' in key) > 0
     count = sum(value for key, value in found.items() if "delayer_wait_seconds_count" in key)
     at_once = sum(value for key, value in found.items() if re.search(r'delayer_wait_seconds_bucket.*le="0\.0"', key))
     assert 0 < at_once < count, "some prompt batches waited, and some did not"
@@ -59,21 +55,36 @@ def test_prompts_wait_for_each_other_and_nobody_gets_other_tokens(server: Server
     assert sum(value for key, value in found.items() if "inter_token_latency_seconds_count" in key) > 0
 
 
-def served_together(*flags: str) -> dict[str, float]:
-    """Metrics of another server, of which all ask at once."""
+def ask_together(server: Server) -> list[list[int]]:
+    """Eight at a time."""
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        return list(clients.map(lambda number: ask(server, number), range(CLIENTS * ROUNDS)))
+
+
+def ask_until_some_wait(server: Server) -> list[list[int]]:
+    """Again where each had its answer before the next came, as may be on a fast machine. The last answers"""
+    answers = ask_together(server)
+    for _ in range(30):
+        if delays(server):
+            return answers
+        answers = ask_together(server)
+    raise AssertionError(f"nobody waits: {passes(server)}")
+
+
+@contextmanager
+def another(*flags: str) -> Iterator[Server]:
     with cluster(
         unified=True, flags=("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "0.5", *flags)
     ) as it:
-        server = it.unified
-        assert server is not None
-        with ThreadPoolExecutor(CLIENTS) as clients:
-            list(clients.map(lambda number: ask(server, number), range(CLIENTS * ROUNDS)))
-        return metrics(server)
+        assert it.unified is not None
+        yield it.unified
 
 
 def test_nobody_waits_for_more_batches_than_the_flag_says() -> None:
     """Two allowed passes are one denial at most."""
-    found = served_together("--prefill-delayer-max-delay-passes", "2")
+    with another("--prefill-delayer-max-delay-passes", "2") as server:
+        ask_until_some_wait(server)
+        found = metrics(server)
     (count,) = (value for key, value in found.items() if "delayer_wait_forward_passes_count" in key)
     (at_once,) = (value for key, value in found.items() if re.search(r'wait_forward_passes_bucket.*le="0\.0"', key))
     (by_one,) = (value for key, value in found.items() if re.search(r'wait_forward_passes_bucket.*le="1\.0"', key))
@@ -82,7 +93,9 @@ def test_nobody_waits_for_more_batches_than_the_flag_says() -> None:
 
 @pytest.mark.slow
 def test_below_the_watermark_nobody_waits() -> None:
-    found = served_together("--prefill-delayer-token-usage-low-watermark", "1")
+    with another("--prefill-delayer-token-usage-low-watermark", "1") as server:
+        ask_together(server)
+        found = metrics(server)
     reasons = {re.search(r'output_reason="(\w*)"', key) for key in found if "delayer_outcomes_total" in key}
     named = {reason.group(1) for reason in reasons if reason is not None}
     assert "token_watermark" in named
