@@ -117,7 +117,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> 
 
 
 def _largest(logits: Tensor) -> np.ndarray:
-    """By row; of equals the lowest token id."""
+    """Along the vocabulary, which is last; of equals the lowest token id."""
     if logits.is_cpu:
         return logits.numpy().argmax(axis=-1)  # torch takes ten times as long
     return logits.argmax(dim=-1).cpu().numpy()
@@ -162,7 +162,7 @@ def _sample_row(raw: Tensor, allowed: Tensor, draw: Draw, eos_ids: Sequence[int]
     params = draw.params
     adjusted = _adjust(allowed, draw, eos_ids)
     if params.temperature < GREEDY_BELOW:
-        token = int(adjusted.argmax())
+        token = int(_largest(adjusted))
     else:
         scores = adjusted if params.temperature == 1.0 else adjusted / params.temperature
         token = _draw(scores.numpy(), params, draw.position)

@@ -24,7 +24,7 @@ def hang_when_told() -> None:
             time.sleep(0.1)
         send(self, message)
 
-    BlockingChannel.send = hang  # type: ignore[method-assign]
+    BlockingChannel.send = hang  # type: ignore[method-assign]  # of this process alone: it is what the test is about
 
 
 if FILE in os.environ and "tandem.server.worker_process" in sys.orig_argv:
