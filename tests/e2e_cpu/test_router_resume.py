@@ -163,10 +163,7 @@ def knows_all(router: Server) -> bool:
 
 
 def resumed(router: Server) -> float:
-    with router.open("GET", "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    (line,) = [line for line in lines if line.startswith("tandem:router_resumes_total")]
-    return float(line.rpartition(" ")[2])
+    return router.metric("tandem:router_resumes_total")
 
 
 def test_streams_go_on_with_another_decode_when_theirs_is_killed(it: Cluster) -> None:
