@@ -1457,6 +1457,13 @@ BREAKS = (
 # Of machines that no row of the parity table is about.
 OTHERS = (
     Break(
+        "digests_of_any_page_are_believed",
+        "core/disagg/prefill_side.py",
+        "if event.first_page + event.num_pages > reader.published:",
+        "if False:",
+        "unit/test_core_orphans.py::test_digests_of_pages_that_no_shard_was_given_change_nothing",
+    ),
+    Break(
         "ratio_of_auto_is_none",
         "server/node/settings.py",
         'tunes_itself=ratio == "auto",',

@@ -13,6 +13,7 @@ from tandem.core.disagg.messages import Abort
 from tandem.core.events import (
     AbortRequested,
     Event,
+    PagesDigested,
     PagesLanded,
     PeerSaid,
     ReadsDrained,
@@ -136,6 +137,15 @@ def test_a_shard_that_the_replica_does_not_have_changes_nothing() -> None:
     it.tell(it.decode, PagesLanded(it.right, it.attempt, ShardId(9), NUM_PAGES))
     it.tell(it.decode, PagesLanded(it.right, it.attempt + 1, ShardId(0), NUM_PAGES))
     it.world.assert_same_but_for_the_step_number(before, it.decode)
+
+
+def test_digests_of_pages_that_no_shard_was_given_change_nothing() -> None:
+    it = Transfer()
+    before = it.prefill.node.snapshot()
+    reader = it.prefill.progress(it.left).side.reader
+    digests = tuple(bytes(8) for _ in reader.digested_shards[ShardId(0)].parts)
+    it.world.step(it.prefill, [PagesDigested(it.left, reader.attempt, ShardId(0), NUM_PAGES, 1, digests, b"")])
+    it.world.assert_same_but_for_the_step_number(before, it.prefill)
 
 
 # --- the opposite divergence -----------------------------------------------------------------------------------------

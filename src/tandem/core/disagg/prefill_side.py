@@ -363,6 +363,8 @@ def on_digested(node: NodeState, event: PagesDigested) -> None:
     progress, side, reader = found
     if event.attempt != reader.attempt or event.first_page != reader.digested([event.shard]):
         return  # of an earlier attempt, or a duplicate
+    if event.first_page + event.num_pages > reader.published:
+        return  # pages that no shard was given
     reader.record_digests(event.shard, event.num_pages, event.digests, event.secret)
     if reader.digested(node.settings.shards) > reader.offered:
         offer(node, progress, side, reader, first_page=reader.offered)
