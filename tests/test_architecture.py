@@ -43,7 +43,7 @@ ENGINE_CONFIG = (
     "models.table",
 )
 ENGINE_BATCH = (
-    *("batch", "rows", "parallel", "kv_memory", "device_pages", "decode_set", "sequence", "sampler"),
+    *("batch", "rows", "parallel", "kv_memory", "device_pages", "decode_set", "sequence", "sampler", "draws"),
     "recurrent_states",
 )
 # What the server decides and says without a socket, thread or clock: the simulator drives it too.
@@ -68,7 +68,7 @@ EDGES: dict[str, set[str]] = {
     "ports": CORE,
     "config": {"leaf", *CORE},
     "engine.config": {"leaf", "core.base"},
-    "engine.batch": {"engine.config", "leaf", "core.base"},
+    "engine.batch": {"engine.native", "engine.config", "leaf", "core.base"},
     "engine.native": set(),
     "engine.layers": {"engine.native", "engine.config", "engine.batch"},
     "engine.attention": {"engine.native", "engine.config", "engine.batch", "leaf"},

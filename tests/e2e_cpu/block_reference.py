@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.engine.sampler import gumbel_noise
+from tandem.engine.draws import gumbel_noise
 
 NEAR_TIE = 1e-4  # of two scores, or two logarithms of shares
 Draw = Callable[[Tensor, int], int]  # scores of a position, that position

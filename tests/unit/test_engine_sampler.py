@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from transformers import (
 )
 
 from tandem.core.batch import TokenFlag
-from tandem.engine.sampler import Draw, History, gumbel_noise, sample
+from tandem.engine.sampler import Draw, History, sample
 from tandem.sampling import SamplingParams
 
 VOCAB = 50
@@ -64,28 +63,6 @@ def test_sampling_follows_the_softmax_of_the_logits() -> None:
     logits = logits_of()[0]
 
     assert_distribution(frequencies(logits), logits.softmax(0))
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 8.0, 1e5])
-def test_a_draw_is_the_largest_of_all_scores_with_their_noise(spread: float) -> None:
-    """Of most ids a bound of it is looked at only. Scores in steps, so that some are equal."""
-    ids = np.arange(20_000)
-    for seed in range(60):
-        scores = (logits_of(seed, vocab=len(ids), spread=spread)[0] * 4).round() / 4
-        wanted = (scores.numpy() + gumbel_noise(seed, 10, ids)).argmax()
-        assert draw_one(scores, seed=seed) == wanted
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 8.0])
-@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.9999])
-def test_a_nucleus_is_what_sorting_all_probabilities_gives(spread: float, top_p: float) -> None:
-    for seed in range(10):
-        scores = (logits_of(seed, vocab=3000, spread=spread)[0] * 4).round() / 4
-        order = scores.sort(descending=True, stable=True).indices
-        shares = scores.double().softmax(0)[order]
-        kept = order[: max(1, int((shares.cumsum(0) - shares < top_p).sum()))].numpy()
-        wanted = kept[(scores.numpy()[kept] + gumbel_noise(seed, 10, kept)).argmax()]
-        assert draw_one(scores, seed=seed, top_p=top_p) == wanted
 
 
 def test_temperature_divides_the_logits() -> None:
@@ -261,45 +238,6 @@ def test_another_seed_and_another_position_draw_otherwise() -> None:
 
     assert by_position != [draw_one(logits, position=p, seed=6) for p in range(40)]
     assert len(set(by_position)) > 15
-
-
-def test_noise_is_standard_gumbel_and_independent_of_its_neighbours() -> None:
-    noise = torch.stack([torch.from_numpy(gumbel_noise(11, position, np.arange(1000))) for position in range(200)])
-
-    assert abs(float(noise.mean()) - 0.5772) < 0.02
-    assert abs(float(noise.std()) - math.pi / math.sqrt(6)) < 0.02
-    for other in (noise.roll(1, 0), noise.roll(1, 1)):
-        assert abs(float(torch.corrcoef(torch.stack((noise.flatten(), other.flatten())))[0, 1])) < 0.01
-
-
-def test_noise_is_pinned() -> None:
-    """Changing it changes what every seed means, and prefill and decode may run different versions."""
-    ids = [0, 1, 151_935]
-
-    noise = gumbel_noise(2**63 + 5, 17, np.array(ids)).tolist()
-
-    assert noise == pytest.approx([noise_by_hand(2**63 + 5, 17, token) for token in ids], abs=1e-5)
-    assert noise == pytest.approx([0.114118, 0.533004, 1.406707], abs=1e-5)
-
-
-def noise_by_hand(seed: int, position: int, token: int) -> float:
-    """The definition in whole numbers of any size: splitmix64 of (seed, position), its token-th successor."""
-
-    def finish(value: int) -> int:
-        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
-        return value ^ (value >> 31)
-
-    golden = 0x9E3779B97F4A7C15
-    key = finish(((finish((seed + golden) % 2**64) ^ position) + golden) % 2**64)
-    v = ((finish((key + token * golden) % 2**64) >> 32) + 0.5) / 2**32
-    return -math.log(-math.log1p(-v))
-
-
-def test_seeds_of_64_bits_and_negative_ones_are_all_different() -> None:
-    seeds = [0, 1, -1, 2**63 - 1, 2**63, 2**64 - 2]
-
-    assert len({tuple(gumbel_noise(seed, 0, np.arange(8)).tolist()) for seed in seeds}) == len(seeds)
 
 
 # --- flags and scores ----------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ token whatever else is in the batch, on whichever server, and a small difference
 where two of them nearly tie.
 
 To keep that promise to the last bit, whatever rounds (exp, log, sums) is computed row by row: over a batch, torch may
-cut the work between two rows differently. Only exact operations see several rows at once.
+cut the work between two rows differently. Only exact operations see several rows at once. Rows are drawn by the native
+kernels where there are some (`native/sampling.h`), else by numpy (`draws.py`).
 
 Order: grammar, penalties (repetition, frequency, presence), logit bias, minimum length, temperature, top-k, top-p,
 min-p.
@@ -24,16 +25,11 @@ import torch
 from torch import Tensor
 
 from tandem.core.batch import TokenFlag
+from tandem.engine.draws import best_ids, draw_by_hand, noise_key
+from tandem.engine.native import library
 from tandem.sampling import SamplingParams, TokenScore
 
 GREEDY_BELOW = 1e-5  # temperatures below divide scores out of the range of fp32; the winner is the same
-FIRST_CANDIDATES = (64, 1024)  # top-p rarely needs more; sorting a whole vocabulary costs milliseconds
-FEW = 2048  # ids of which none is left out, as it would take as long
-TOGETHER = 8192  # ids whose noise is looked at: larger arrays would be fresh memory each time
-LARGEST_V = np.float32(1 - 2.0**-24)
-MOST_NOISE = 22.88  # of v as small as it can be
-
-_MASK_64 = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -99,20 +95,19 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> 
     is_finite = np.isfinite(logits.sum(dim=-1).cpu().numpy())  # nan and inf survive a sum
     raw = _forbid(logits, draws)
     tokens = _largest(logits).astype(np.int32)
-    scores: dict[int, TokenScore] = {}
     flags = bytearray(len(draws))
+    asked: list[int] = []  # rows where more is asked for than the largest
     for row, (draw, best) in enumerate(zip(draws, tokens.tolist(), strict=True)):
         # A grammar that does not allow the best token of those that it left allows none.
         if not is_finite[row] or (draw.allowed is not None and not draw.allowed[best >> 3] >> (best & 7) & 1):
             tokens[row] = 0
             flags[row] = TokenFlag.INVALID
-            continue
-        if not is_plain(draw.params):
-            best, score = _sample_row(raw[row].cpu(), logits[row].cpu(), draw, eos_ids)
-            tokens[row] = best
-            if score is not None:
-                scores[row] = score
-        flags[row] = _flags(best, draw.params, eos_ids)
+        elif not is_plain(draw.params):
+            asked.append(row)
+    scores = _sample_rows(raw, logits, draws, asked, tokens, eos_ids) if asked else {}
+    for row, (draw, token) in enumerate(zip(draws, tokens.tolist(), strict=True)):
+        if not flags[row]:
+            flags[row] = _flags(token, draw.params, eos_ids)
     return Sampled(tokens, bytes(flags), scores)
 
 
@@ -157,16 +152,47 @@ def is_plain(params: SamplingParams) -> bool:
     )
 
 
-def _sample_row(raw: Tensor, allowed: Tensor, draw: Draw, eos_ids: Sequence[int]) -> tuple[int, TokenScore | None]:
-    """raw: [vocab] fp32 on the host. allowed: the same, with minus infinity where a grammar says no."""
+def _sample_rows(
+    raw: Tensor,
+    logits: Tensor,
+    draws: Sequence[Draw],
+    rows: Sequence[int],
+    tokens: np.ndarray,
+    eos_ids: Sequence[int],
+) -> dict[int, TokenScore]:
+    """Writes the tokens of these rows; returns what is said of those that ask. raw: the logits as they were, where a
+    grammar has changed them.
+    """
+    host = logits.cpu().unbind()
+    adjusted = {row: _adjust(host[row], draws[row], eos_ids) for row in rows}
+    drawn = [row for row in rows if draws[row].params.temperature >= GREEDY_BELOW]
+    for row in rows:
+        if draws[row].params.temperature < GREEDY_BELOW:
+            tokens[row] = _largest(adjusted[row])
+    if drawn:
+        tokens[drawn] = _draw_rows([adjusted[row] for row in drawn], [draws[row] for row in drawn])
+    return {
+        row: score_of(raw[row].cpu(), int(tokens[row]), draws[row].params.top_logprobs)
+        for row in rows
+        if draws[row].params.logprobs
+    }
+
+
+def _draw_rows(adjusted: Sequence[Tensor], draws: Sequence[Draw]) -> np.ndarray:
+    """adjusted: [vocab] fp32 on the host, each"""
+    kernels = library.in_use()
+    if kernels is None:
+        return np.array([draw_by_hand(row.numpy(), *_asked(draw)) for row, draw in zip(adjusted, draws, strict=True)])
+    contiguous = [row.contiguous() for row in adjusted]  # stay until all are drawn
+    wanted = [(row.data_ptr(), *_asked(draw)) for row, draw in zip(contiguous, draws, strict=True)]
+    return kernels.draw(np.array(wanted, library.DRAW), len(contiguous[0]))
+
+
+def _asked(draw: Draw) -> tuple[int, int, float, float, float]:
+    """As `library.DRAW` has it, behind the logits."""
     params = draw.params
-    adjusted = _adjust(allowed, draw, eos_ids)
-    if params.temperature < GREEDY_BELOW:
-        token = int(_largest(adjusted))
-    else:
-        scores = adjusted if params.temperature == 1.0 else adjusted / params.temperature
-        token = _draw(scores.numpy(), params, draw.position)
-    return token, score_of(raw, token, params.top_logprobs) if params.logprobs else None
+    log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    return noise_key(params.seed, draw.position), params.top_k, params.top_p, params.temperature, log_min_p
 
 
 def _flags(token: int, params: SamplingParams, eos_ids: Sequence[int]) -> int:
@@ -208,116 +234,12 @@ def _penalize(logits: Tensor, params: SamplingParams, history: History) -> Tenso
     return logits
 
 
-def _draw(scores: np.ndarray, params: SamplingParams, position: int) -> int:
-    """One draw from the softmax of `scores`, [vocab] fp32, restricted as the parameters say."""
-    ids = _candidates(scores, params)
-    if ids is None:
-        ids = _who_may_win(scores, params.seed, position)
-    return int(ids[(scores[ids] + gumbel_noise(params.seed, position, ids)).argmax()])
-
-
-def _who_may_win(scores: np.ndarray, seed: int, position: int) -> np.ndarray:
-    """Ids among which the largest `score + noise` is, in order: of most of a vocabulary a bound of the noise is enough.
-
-    The winner has at least what the best score has with its noise. Noise is at most MOST_NOISE, and -log(v) at most.
-    """
-    if len(scores) <= FEW:
-        return np.arange(len(scores))
-    best = np.array([scores.argmax()])
-    least = (scores[best] + gumbel_noise(seed, position, best)).item()
-    least = np.float32(least - 0.01 - 1e-6 * abs(least))  # sums are rounded
-    near = np.flatnonzero(scores >= least - np.float32(MOST_NOISE))
-    found: list[np.ndarray] = []
-    for first in range(0, len(near), TOGETHER):
-        ids = near[first : first + TOGETHER]
-        found.append(ids[_uniform(seed, position, ids) <= np.exp(scores[ids] - least)])
-    return np.concatenate(found)
-
-
-def _candidates(scores: np.ndarray, params: SamplingParams) -> np.ndarray | None:
-    """Ids that may be drawn, best first; None: all of them. At least the best one stays."""
-    ids: np.ndarray | None = None
-    if 0 < params.top_k < len(scores):
-        ids = _best(scores, params.top_k)
-    if params.top_p < 1.0:
-        ids = _nucleus(scores, ids, params.top_p)
-    if params.min_p > 0.0:
-        least = scores.max() + np.float32(math.log(params.min_p))
-        ids = np.flatnonzero(scores >= least) if ids is None else ids[scores[ids] >= least]
-    return ids
-
-
-def _best(scores: np.ndarray, count: int) -> np.ndarray:
-    """The `count` best ids, best first, equal scores by id."""
-    ids = np.arange(len(scores))
-    if count < len(scores):
-        ids = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
-    return ids[np.argsort(-scores[ids], kind="stable")[:count]]
-
-
-def _nucleus(scores: np.ndarray, ids: np.ndarray | None, top_p: float) -> np.ndarray:
-    """The smallest set of best ids that holds at least `top_p` of the probability (of the ids given)."""
-    if ids is not None:
-        return _cut_at(ids, _softmax(scores[ids]), top_p)
-    probabilities = _softmax(scores)
-    for count in (*FIRST_CANDIDATES, len(scores)):
-        ids = _best(scores, min(count, len(scores)))
-        if probabilities[ids].sum() >= top_p:
-            break
-    assert ids is not None
-    return _cut_at(ids, probabilities[ids], top_p)
-
-
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    """fp64"""
-    return torch.softmax(torch.from_numpy(scores).double(), dim=0).numpy()
-
-
-def _cut_at(ids: np.ndarray, probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    before = probabilities.cumsum() - probabilities
-    return ids[: max(1, int((before < top_p).sum()))]
-
-
 def score_of(raw: Tensor, token: int, top: int) -> TokenScore:
     """What is said of one token. raw: [vocab] fp32 on the host, the scores of all that may stand in its place."""
     logprobs = raw.log_softmax(dim=0).numpy()
-    best = _best(logprobs, min(top, len(logprobs))) if top > 0 else np.empty(0, dtype=np.int64)
+    best = best_ids(logprobs, min(top, len(logprobs))) if top > 0 else np.empty(0, dtype=np.int64)
     return TokenScore(
         logprob=float(logprobs[token]),
         top_ids=tuple(best.tolist()),
         top_logprobs=tuple(logprobs[best].tolist()),
     )
-
-
-# --- noise --------------------------------------------------------------------------------------------------------
-
-
-def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
-    """Standard Gumbel noise, fp32, one value per id.
-
-    -log(-log(u)) with u close to 1 as 1 - v: the upper tail, which decides, is exact down to 2^-32.
-    """
-    v = torch.from_numpy(_uniform(seed, position, ids))
-    return (-torch.log(-torch.log1p(-v))).numpy()
-
-
-def _uniform(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
-    """v between 0 and 1, fp32, of 32 bits: a hash of (seed, position, id). ids: int64"""
-    key = _mix(_mix(seed & _MASK_64) ^ (position & _MASK_64))
-    hashed = ids.astype(np.uint64)
-    hashed *= np.uint64(0x9E3779B97F4A7C15)  # products and sums wrap
-    hashed += np.uint64(key)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        hashed ^= hashed >> np.uint64(shift)
-        hashed *= np.uint64(factor)
-    hashed ^= hashed >> np.uint64(31)
-    high = (hashed >> np.uint64(32)).astype(np.float32)
-    return np.minimum((high + np.float32(0.5)) * np.float32(2.0**-32), LARGEST_V)
-
-
-def _mix(value: int) -> int:
-    """Finaliser of splitmix64."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return value ^ (value >> 31)

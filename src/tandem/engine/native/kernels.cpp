@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "decoder.h"
+#include "sampling.h"
 #include "scan.h"
 
 using namespace tandem;
@@ -127,6 +128,12 @@ void tandem_scan(int is_bf16, const Scan* scan, const States* states, const Stre
         const Seen<T> seen{(const T*)own, (const T*)shared};
         scan_all(*scan, *states, stretches, begins, count, seen, (const T*)dt, out, tokens, threads);
     });
+}
+
+// A token for each row of logits, [vocab] each
+void tandem_draw(const Draw* draws, int64_t rows, int64_t vocab, int32_t* tokens, int threads) {
+    const std::lock_guard lock(turn_taking);
+    Pool::instance().run(threads, rows, [&](int64_t row) { tokens[row] = TokenDraw(draws[row], vocab).token(); });
 }
 
 }  // extern "C"

@@ -123,6 +123,15 @@ class StatesView(Structure):
     _fields_ = [("at", c_void_p), *((name, c_int64) for name in ("page_stride", "head_stride", "scanned", "convolved"))]
 
 
+# One token that is to be drawn: see `sampling.h`.
+DRAW = np.dtype(
+    [
+        *(("logits", np.uint64), ("key", np.uint64), ("top_k", np.int64), ("top_p", np.float64)),
+        *(("temperature", np.float32), ("log_min_p", np.float32)),
+    ]
+)
+
+
 class Kernels:
     """One library. Every call takes as many threads as torch would."""
 
@@ -140,6 +149,7 @@ class Kernels:
         self._attention = _function(library.tandem_attention, "ipiqqqqpqqppppi")
         self._layers = _function(library.tandem_layers, "ipppi")
         self._scan = _function(library.tandem_scan, "ippppqppppqi")
+        self._draw = _function(library.tandem_draw, "pqqpi")
         self._spin = _function(library.tandem_spin, "q")
         self.set_spin(SPIN_NS)
 
@@ -241,6 +251,12 @@ class Kernels:
             torch.get_num_threads(),
         )
         return out
+
+    def draw(self, draws: np.ndarray, vocab: int) -> np.ndarray:
+        """draws: [n] of DRAW; returns their tokens, [n] int32."""
+        tokens = np.empty(len(draws), np.int32)
+        self._draw(draws.ctypes.data, len(draws), vocab, tokens.ctypes.data, torch.get_num_threads())
+        return tokens
 
     def layers(self, model: DecoderView, batch: BatchView, x: Tensor) -> None:
         """All layers of a decoder over x [tokens, hidden], in place."""
