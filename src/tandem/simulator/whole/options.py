@@ -251,13 +251,14 @@ def draw_allocation(seed: int) -> dict[str, Any]:
     return {} if is_early else {"disaggregation_decode_allocation_policy": "prefill_complete"}
 
 
-def draw_backends(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def draw_backends(seed: int, *, falls_back: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """How pages come, of prefills and of decodes, where that is not left to each connection. Some can't have it as they
-    are set, and compute their prompts. From randomness of its own, too."""
+    are set, and compute their prompts, if they do so. From randomness of its own, too."""
     random = Random(f"whole backends {seed}")
     if seed < FIRST_OFF_RECORD or random.randrange(BACKENDS_ONE_IN):
         return {}, {}
-    prefill, decode = ({"disaggregation_transfer_backend": random.choice(("auto", "sock", "shm"))} for _ in range(2))
+    ways = ("auto", "sock", "shm") if falls_back else ("auto", "sock")
+    prefill, decode = ({"disaggregation_transfer_backend": random.choice(ways)} for _ in range(2))
     return prefill, decode
 
 
@@ -339,7 +340,7 @@ def draw_options(seed: int) -> Options:
     prefill_cut, decode_cut, _ = draw_cuts(seed)
     roles["prefill"] |= flags_of(prefill_cut) | flags_of(draw_context(seed))
     roles["decode"] |= flags_of(decode_cut) | draw_allocation(seed)
-    lends, reads = draw_backends(seed)
+    lends, reads = draw_backends(seed, falls_back="kv_load_failure_policy" not in roles["decode"])
     roles["prefill"] |= lends
     roles["decode"] |= reads
     formed, form_flags = _draw_forms(Random(f"whole forms {seed}"))
