@@ -18,6 +18,7 @@ import msgspec
 from msgspec import structs
 
 from tandem.sampling import SamplingParams
+from tandem.server.api.detokenizer import num_shared
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import hashed
 from tandem.server.router.app import CONTROL_SECONDS
@@ -123,20 +124,23 @@ class ClientRequest:
         return [token for token, _ in self.right_scores(sample)]
 
     def right_scores(self, sample: int = 0) -> list[tuple[int, float]]:
-        prompt: Sequence[int] = self.prompt
+        return self.answers(self._prompt_ids(), self.max_new, self.params(sample))
+
+    def _prompt_ids(self) -> Sequence[int]:
         if self.path == "/v1/chat/completions":
             message = {"role": "user", "content": self.text}
             rendered = tokenizer().render_chat([message], add_generation_prompt=True, variables={}, rendered_at=0)
-            prompt = tokenizer().encode(rendered.text, add_special_tokens=False)
-        elif self.text:
-            prompt = tokenizer().encode(self.text)
-        return self.answers(prompt, self.max_new, self.params(sample))
+            return tokenizer().encode(rendered.text, add_special_tokens=False)
+        return tokenizer().encode(self.text) if self.text else self.prompt
 
     def right_text(self, sample: int = 0) -> str:
-        tokens = self.right_ids(sample)
+        """What decoding prompt and answer has more than decoding the prompt: a character may begin in one and end in
+        the other."""
+        tokens, prompt = self.right_ids(sample), self._prompt_ids()
         if tokens and tokens[-1] == EOS_TOKEN:
             tokens.pop()
-        return tokenizer().decode(tokens)
+        before, whole = tokenizer().decode(prompt), tokenizer().decode([*prompt, *tokens])
+        return whole[num_shared(before, whole) :]
 
 
 @cache

@@ -395,11 +395,8 @@ class World:
 
     async def _is_well(self) -> str:
         for server in self.cluster.servers:
-            if server.name in self.faults.ends or not server.is_alive:
-                return f"{server.name} is not there"
-            answer = await simple(*self._address(server), "GET", "/health")
-            if answer is None or answer.status != 200:
-                return f"{server.name} is not healthy"
+            if trouble := await self._is_serving(server):
+                return trouble
         if await self._is_ready():
             return "the router has no pair"
         number = 1000 + len(self.answers)
@@ -411,6 +408,12 @@ class World:
         self.answers.append(answer)
         check(answer, self.faults)
         return "" if answer.error is None and answer.is_whole else f"{answer.status} {answer.error} {answer.trouble}"
+
+    async def _is_serving(self, server: Server) -> str:
+        if server.name in self.faults.ends or not server.is_alive:
+            return f"{server.name} is not there"
+        answer = await simple(*self._address(server), "GET", "/health")
+        return "" if answer is not None and answer.status == 200 else f"{server.name} is not healthy"
 
     async def _receive_last_visits(self) -> None:
         """Of one server in every other seed, and of the data plane of a prefill."""
@@ -448,6 +451,8 @@ class World:
             random.choice([server for server in self.cluster.servers if server.name.startswith(role)])
             for role in ("prefill", "decode")
         )
+        if trouble := await self._is_serving(prefill) or await self._is_serving(decode):
+            return trouble
         half = replace(ask, max_new=1, is_streamed=False, transfer={"do_remote_decode": True})
         told = await ask_at(*self._address(prefill), half, random, self.keys)
         if told.status != 200:
