@@ -47,8 +47,10 @@ class Part:
     budget_s: float
 
 
+OF_THE_ENGINE = ("engine", "native", "draws", "int8_kv", "lean_torch", "torch_linear")
+
 PARTS = (
-    Part("engine", ("unit/test_engine", "e2e_cpu/test_engine"), 150),
+    Part("engine", (*(f"unit/test_{name}" for name in OF_THE_ENGINE), "e2e_cpu/test_engine"), 150),
     Part("units, laws, scenarios", ("unit/", "laws/", "scenarios/"), 60),
     Part("clients", ("e2e_cpu/test_clients",), 60),
     Part("processes", ("e2e_cpu/",), 300),
