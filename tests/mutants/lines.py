@@ -1457,6 +1457,13 @@ BREAKS = (
 # Of machines that no row of the parity table is about.
 OTHERS = (
     Break(
+        "workers_that_are_gone_are_remembered_for_ever",
+        "core/router/routing.py",
+        "del self._chosen_at[next(iter(self._chosen_at))]",
+        "pass",
+        "unit/test_fleet_parts.py::test_least_load_forgets_workers_that_were_chosen_long_ago",
+    ),
+    Break(
         "digests_of_any_page_are_believed",
         "core/disagg/prefill_side.py",
         "if event.first_page + event.num_pages > reader.published:",

@@ -127,6 +127,14 @@ def test_least_load_takes_the_idle_one_and_takes_turns_among_equals() -> None:
     assert [policy.choose(candidates(1, 1, 1), ()) for _ in range(3)] == [0, 2, 1]
 
 
+def test_least_load_forgets_workers_that_were_chosen_long_ago() -> None:
+    policy, most = LeastLoad(), LeastLoad.MOST_REMEMBERED
+    for worker in range(3 * most):  # each is added and goes
+        policy.choose([Candidate(WorkerId(worker), 0)], ())
+    assert len(policy.snapshot()) < 8 * most
+    assert policy.choose([Candidate(WorkerId(number), 0) for number in (2 * most, 1, 3 * most - 1)], ()) == 1
+
+
 def test_rooms_are_63_bits_never_zero_and_never_those_that_are_live() -> None:
     source = iter([0, 1 << 63, 7, 7 + (1 << 63), 7, 9, 7])
     rooms = Rooms(lambda: next(source))

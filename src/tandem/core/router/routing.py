@@ -69,7 +69,10 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """The one with the fewest active prompts; among equals the one chosen longest ago."""
+    """The one with the fewest active prompts; among equals the one chosen longest ago, or so long ago that it was
+    forgotten: workers come and go."""
+
+    MOST_REMEMBERED = 4096
 
     def __init__(self) -> None:
         self._turns = 0
@@ -78,7 +81,10 @@ class LeastLoad:
     def choose(self, candidates: Sequence[Candidate], blocks: Blocks) -> WorkerId:
         best = min(candidates, key=lambda c: (c.active, self._chosen_at.get(c.worker, -1), c.worker))
         self._turns += 1
+        self._chosen_at.pop(best.worker, None)  # its place is the last one
         self._chosen_at[best.worker] = self._turns
+        if len(self._chosen_at) > self.MOST_REMEMBERED:
+            del self._chosen_at[next(iter(self._chosen_at))]
         return best.worker
 
     def snapshot(self) -> bytes:
