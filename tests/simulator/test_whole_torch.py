@@ -13,6 +13,7 @@ from tandem.config import ServerConfig
 from tandem.sampling import SamplingParams
 from tandem.simulator.hunt import run_each
 from tandem.simulator.report import SeedResult
+from tandem.simulator.whole import world
 from tandem.simulator.whole.clients import SAMPLING, Answers, ClientRequest, draw_sampling
 from tandem.simulator.whole.cuts import CONTEXTS, SIDES
 from tandem.simulator.whole.options import TORCH, Options, draw_options
@@ -21,6 +22,7 @@ from tandem.simulator.whole.world import run_seed
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=True)
 PAIR, SINGLE = 455, 62  # in calm: several requests at a time on decode; a unified server
+QUANTISED = 20_010  # 8 bits
 SAMPLED = 10_004  # off the record: clients say how tokens are to be chosen
 SEEDS = (
     8,  # two prefills and two decodes; bytes are spoiled, batches fail
@@ -55,6 +57,14 @@ def test_clients_sample_and_whoever_draws_otherwise_is_noticed(monkeypatch: pyte
 
     monkeypatch.setattr(ClientRequest, "params", of_another_draw)
     assert run_seed(SAMPLED, engine=TORCH).invariant == "S14"
+
+
+@pytest.mark.slow
+def test_weights_of_few_bits_say_what_one_engine_says_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_seed(QUANTISED, engine=TORCH)
+    assert not result.invariant, f"{result.line}: {result.detail}"
+    monkeypatch.setattr(world, "alone", lambda page_size, _: alone(page_size))
+    assert run_seed(QUANTISED, engine=TORCH).invariant == "S14"
 
 
 def test_how_clients_sample_is_drawn_of_everything_that_they_may_say() -> None:

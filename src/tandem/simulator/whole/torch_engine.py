@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from random import Random
 from typing import Any  # values of flags, and what is handed on to an `Engine`
 
 import msgspec
@@ -31,6 +32,7 @@ from tandem.sampling import Payload, SamplingParams, TokenScore
 from tandem.server import worker_process
 from tandem.server.processes import Launch
 from tandem.server.worker_process import Loaded, WorkerPlace
+from tandem.simulator.faults.options import FIRST_OFF_RECORD
 from tandem.simulator.whole import collectives
 from tandem.simulator.whole.cluster import MODEL, PlainModel
 from tandem.simulator.whole.network import TCP_CAPACITY
@@ -43,6 +45,7 @@ SIZES = ("tp_size", "pp_size", "attn_cp_size")
 FORMS = ("tool_call_parser", "reasoning_parser")
 VECTORS = ("is_embedding",)
 WIDER = 512  # a token has 4 KiB of KV, and one of `engine.py` 8 bytes for each cell
+QUANTISED_ONE_IN = 4
 MOST_TOKENS = 512  # of a prompt and its answer
 ONLY = RequestId(1)
 
@@ -56,10 +59,13 @@ def with_torch(options: Options) -> Options:
     bytes     connections and frames are wider by as much as pages are larger; those of HTTP are as wide as usual
     delays    what workers say is not late where replicas have several: a batch has dozens of sums that wait for it, and
               one of the other engine a single one
+
+    Some seeds have weights of 8 or 4 bits, which the other engine knows nothing of.
     """
     together = TOGETHER if "enable_dp_attention" in options.flags else ()
     left_out = {*together, *FORMS, *VECTORS}
     flags = {**_without(options.flags, left_out), "deterministic": True, "cpu_threads": 1}
+    flags |= draw_weights(options.seed)
     roles = {role: _without(flags, left_out) for role, flags in options.roles.items()}
     has_groups = any(of.get(size, 1) > 1 for of in (flags, *roles.values()) for size in SIZES)
     narrows = options.narrows
@@ -80,6 +86,14 @@ def with_torch(options: Options) -> Options:
             page_delay_ns=None if has_groups else narrows.page_delay_ns,
         ),
     )
+
+
+def draw_weights(seed: int) -> dict[str, Any]:
+    """From randomness of its own: whatever else a seed is like does not depend on it."""
+    random = Random(f"whole weights {seed}")
+    if seed < FIRST_OFF_RECORD or random.randrange(QUANTISED_ONE_IN):
+        return {}
+    return {"quantization": random.choice(("int8", "int4"))}
 
 
 def _without(flags: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
@@ -147,10 +161,10 @@ def one_thread() -> Iterator[None]:
 class Alone:
     """What one engine says that nobody shares: `clients.Answers`."""
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, page_size: int, quantization: str | None = None) -> None:
         num_pages = ceil_div(MOST_TOKENS, page_size)
-        self._engine = Engine(weights.load(MODEL), page_size=page_size, num_pages=num_pages, deterministic=True)
+        model = weights.load(MODEL, quantization=quantization)
+        self._engine = Engine(model, page_size=page_size, num_pages=num_pages, deterministic=True)
         self._pages = tuple(map(PageId, range(num_pages)))
         self._known: dict[tuple[tuple[int, ...], int, bytes], list[tuple[int, float]]] = {}
 
@@ -184,4 +198,4 @@ def scored(outcome: BatchOutcome) -> tuple[int, float]:
     return token, msgspec.msgpack.decode(extra, type=TokenScore).logprob
 
 
-alone = cache(Alone)  # by the size of pages: one for all seeds of a process
+alone = cache(Alone)  # by pages and weights: one for all seeds of a process
