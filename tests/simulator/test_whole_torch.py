@@ -22,7 +22,7 @@ from tandem.simulator.whole.world import run_seed
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=True)
 PAIR, SINGLE = 455, 62  # in calm: several requests at a time on decode; a unified server
-QUANTISED = 20_010  # 8 bits
+QUANTISED = (20_026, 20_010)  # weights of 8 bits; KV of 8 bits
 SAMPLED = 10_004  # off the record: clients say how tokens are to be chosen
 SEEDS = (
     8,  # two prefills and two decodes; bytes are spoiled, batches fail
@@ -60,11 +60,12 @@ def test_clients_sample_and_whoever_draws_otherwise_is_noticed(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_weights_of_few_bits_say_what_one_engine_says_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run_seed(QUANTISED, engine=TORCH)
+@pytest.mark.parametrize("seed", QUANTISED)
+def test_what_is_of_few_bits_is_as_with_one_engine_that_has_it_too(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_seed(seed, engine=TORCH)
     assert not result.invariant, f"{result.line}: {result.detail}"
-    monkeypatch.setattr(world, "alone", lambda page_size, _: alone(page_size))
-    assert run_seed(QUANTISED, engine=TORCH).invariant == "S14"
+    monkeypatch.setattr(world, "alone", lambda flags: alone({"page_size": flags["page_size"]}))
+    assert run_seed(seed, engine=TORCH).invariant == "S14"
 
 
 def test_how_clients_sample_is_drawn_of_everything_that_they_may_say() -> None:
@@ -75,7 +76,7 @@ def test_how_clients_sample_is_drawn_of_everything_that_they_may_say() -> None:
 
 
 def test_one_engine_alone_says_the_same_again_and_stops_where_it_ends() -> None:
-    say, prompt = alone(8), [*range(40, 60)]
+    say, prompt = alone({"page_size": 8}), [*range(40, 60)]
     answer = say(prompt, 24, GREEDY)
     assert len(answer) == 24
     assert [token for token, _ in say(prompt, 9, GREEDY)] == [token for token, _ in answer[:9]]
@@ -118,7 +119,7 @@ def test_what_the_bundled_model_is_not_is_left_out_and_the_rest_of_a_seed_stays(
         assert (given.block_tokens, given.window_tokens, given.vectors, given.formed) == (1, 0, "", 0.0)
         for flags in given.roles.values() if given.layout == "pairs" else ({},):
             config = ServerConfig(model="tandem/mini", **{**given.flags, **flags})
-            assert (config.deterministic, config.cpu_threads) == (True, 1)
+            assert (config.deterministic, config.cpu_threads) == (config.kv_cache_dtype == "auto", 1)
             assert (config.enable_dp_attention, config.is_embedding) == (False, False)
             cuts.add((config.tp_size, config.pp_size, config.attn_cp_size))
     assert cuts >= {cut.sizes for cut in (*SIDES, *CONTEXTS)}, "replicas of several workers stay"

@@ -28,6 +28,7 @@ from tandem.core.values import BatchId, PageId, RequestId, ceil_div
 from tandem.engine import weights
 from tandem.engine.engine import Engine
 from tandem.engine.late_tokens import RunBatch
+from tandem.engine.native import library
 from tandem.sampling import Payload, SamplingParams, TokenScore
 from tandem.server import worker_process
 from tandem.server.processes import Launch
@@ -60,14 +61,15 @@ def with_torch(options: Options) -> Options:
     delays    what workers say is not late where replicas have several: a batch has dozens of sums that wait for it, and
               one of the other engine a single one
 
-    Some seeds have weights of 8 or 4 bits, which the other engine knows nothing of.
+    Some seeds have weights of 8 or 4 bits, which the other engine knows nothing of, or KV of 8: --deterministic is not
+    measured with that, so where rows have their bits anyway, which is by native kernels in replicas of one worker.
     """
     together = TOGETHER if "enable_dp_attention" in options.flags else ()
     left_out = {*together, *FORMS, *VECTORS}
     flags = {**_without(options.flags, left_out), "deterministic": True, "cpu_threads": 1}
-    flags |= draw_weights(options.seed)
     roles = {role: _without(flags, left_out) for role, flags in options.roles.items()}
     has_groups = any(of.get(size, 1) > 1 for of in (flags, *roles.values()) for size in SIZES)
+    flags |= draw_bits(options.seed, may_be_of_kv=not has_groups and library.best() is not None)
     narrows = options.narrows
     return replace(
         options,
@@ -88,12 +90,15 @@ def with_torch(options: Options) -> Options:
     )
 
 
-def draw_weights(seed: int) -> dict[str, Any]:
+def draw_bits(seed: int, *, may_be_of_kv: bool) -> dict[str, Any]:
     """From randomness of its own: whatever else a seed is like does not depend on it."""
     random = Random(f"whole weights {seed}")
     if seed < FIRST_OFF_RECORD or random.randrange(QUANTISED_ONE_IN):
         return {}
-    return {"quantization": random.choice(("int8", "int4"))}
+    flags: dict[str, Any] = {"quantization": random.choice(("int8", "int4"))}
+    if may_be_of_kv and random.random() < 0.5:
+        flags = {"kv_cache_dtype": "int8", "deterministic": False}
+    return flags
 
 
 def _without(flags: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
@@ -161,10 +166,10 @@ def one_thread() -> Iterator[None]:
 class Alone:
     """What one engine says that nobody shares: `clients.Answers`."""
 
-    def __init__(self, page_size: int, quantization: str | None = None) -> None:
+    def __init__(self, page_size: int, quantization: str | None = None, *, kv_is_int8: bool = False) -> None:
         num_pages = ceil_div(MOST_TOKENS, page_size)
-        model = weights.load(MODEL, quantization=quantization)
-        self._engine = Engine(model, page_size=page_size, num_pages=num_pages, deterministic=True)
+        model = weights.load(MODEL, quantization=quantization, kv_is_int8=kv_is_int8)
+        self._engine = Engine(model, page_size=page_size, num_pages=num_pages, deterministic=not kv_is_int8)
         self._pages = tuple(map(PageId, range(num_pages)))
         self._known: dict[tuple[tuple[int, ...], int, bytes], list[tuple[int, float]]] = {}
 
@@ -198,4 +203,9 @@ def scored(outcome: BatchOutcome) -> tuple[int, float]:
     return token, msgspec.msgpack.decode(extra, type=TokenScore).logprob
 
 
-alone = cache(Alone)  # by pages and weights: one for all seeds of a process
+_alone = cache(Alone)  # one for all seeds of a process
+
+
+def alone(flags: Mapping[str, Any]) -> Alone:
+    """One engine of a cluster with these flags."""
+    return _alone(flags["page_size"], flags.get("quantization"), kv_is_int8=flags.get("kv_cache_dtype") == "int8")

@@ -120,8 +120,7 @@ class World:
         self.network.names = {name_of(server.host): [server.host] for server in self.cluster.servers}
         self.forms = Forms(options.flags)
         self.is_plain = options.engine == PLAIN
-        flags = options.flags
-        self.right: Answers = plain_answer if self.is_plain else alone(flags["page_size"], flags.get("quantization"))
+        self.right: Answers = plain_answer if self.is_plain else alone(options.flags)
         self.answers: list[Answer] = []
         self.visitors: list[Process] = []
         self.codes: list[str] = []  # that visitors were told, as `code NAME`
