@@ -125,6 +125,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("several_hosts", "leaf"),
     ("logtext", "leaf"),
     ("garbage", "leaf"),
+    ("cgroups", "leaf"),
     ("kv_events_config", "leaf"),
     ("storage_config", "leaf"),
     ("otlp", "leaf"),

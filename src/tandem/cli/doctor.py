@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+from tandem import cgroups
 from tandem.cli import demo
 from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import start_pd, temporary_fleet
@@ -85,7 +86,7 @@ def engine() -> Iterator[Finding]:
         yield Finding(BAD, "torch", f"cannot be imported ({error}): pip install torch")
         return
     yield Finding(OK, "torch", machine_report.torch_text())
-    yield processor(len(os.sched_getaffinity(0)), machine_report.features_text())
+    yield processor(cgroups.num_cores(), machine_report.features_text())
     yield memory(machine_report.memory_bytes())
     kind, remedy = machine_report.kernels()
     yield Finding(NOTE, "kernels", f"{kind}: {remedy}") if remedy else Finding(OK, "kernels", kind)

@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+from tandem import cgroups
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, config_of
 from tandem.cli.model_source import find_model
@@ -103,7 +104,7 @@ def end_at_once(number: int, _frame: object) -> None:
 
 def more_workers_than_cores(config: ServerConfig) -> str | None:
     """The sentence for the log, if there is reason for one."""
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = cgroups.num_cores()
     if config.num_workers_here <= num_cores:
         return None
     context = f" x --attn-cp-size {config.attn_cp_size}" if config.attn_cp_size > 1 else ""

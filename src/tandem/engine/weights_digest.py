@@ -8,7 +8,6 @@ digest. xxh3 reads as fast as memory does; SHA-256 takes six times as long.
 """
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any  # numpy's types do not say that arrays are buffers
@@ -16,6 +15,7 @@ from typing import Any  # numpy's types do not say that arrays are buffers
 import torch
 from xxhash import xxh3_128_hexdigest
 
+from tandem import cgroups
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
 
@@ -47,7 +47,7 @@ def weights_digest(digests: dict[str, str]) -> str:
 
 
 def _hash(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(MOST_THREADS, cgroups.num_cores())
     with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
         begun = {name: [pool.submit(xxh3_128_hexdigest, each) for each in _pieces(checkpoint, name)] for name in names}
     return {name: _combined(checkpoint, name, [each.result() for each in done]) for name, done in begun.items()}

@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, structs
 
-from tandem import several_hosts
+from tandem import cgroups, several_hosts
 from tandem.config import ENGINES, ServerConfig, environment_number
 from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.values import Incarnation
@@ -287,7 +287,7 @@ def worker_environment(cpu_threads: int, *, deterministic: bool, owns_cores: boo
 
 def owns_cores(config: ServerConfig, cpu_threads: int) -> bool:
     """Whether there is a core for every thread of all the engines that are known of."""
-    return cpu_threads * engines_here(config) <= len(os.sched_getaffinity(0))
+    return cpu_threads * engines_here(config) <= cgroups.num_cores()
 
 
 def engine_threads(config: ServerConfig) -> int:
@@ -295,7 +295,7 @@ def engine_threads(config: ServerConfig) -> int:
     `tandem up` and `tandem demo` tell in the environment."""
     if config.cpu_threads > 0:
         return config.cpu_threads
-    return max(1, len(os.sched_getaffinity(0)) // engines_here(config))
+    return max(1, cgroups.num_cores() // engines_here(config))
 
 
 def engines_here(config: ServerConfig) -> int:
