@@ -126,6 +126,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("logtext", "leaf"),
     ("garbage", "leaf"),
     ("cgroups", "leaf"),
+    ("programs", "leaf"),
     ("kv_events_config", "leaf"),
     ("storage_config", "leaf"),
     ("otlp", "leaf"),

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,7 @@ from tandem.server.processes import (
     end_with_parent,
     engine_threads,
     owns_cores,
+    start_child,
     start_children,
     worker_environment,
 )
@@ -181,6 +184,44 @@ def test_children_that_cannot_be_started_leave_nothing_open(monkeypatch: pytest.
         start_children(Launch(ServerConfig(model="tandem/mini"), "", Incarnation("here", "1"), 1, 1, os.getpid()))
     assert len(opened) == 4
     assert [sock.fileno() for sock in opened] == [-1] * 4
+
+
+@pytest.fixture
+def child_of() -> Iterator[Callable[[str], "subprocess.Popen[bytes]"]]:
+    """Starts a process of a server in the current folder. There is nobody to talk to, so it ends by itself."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def start(module: str) -> "subprocess.Popen[bytes]":
+        config = ServerConfig(model="tandem/mini")
+        launch = Launch(config, "", Incarnation("here", "1"), 1, 1, os.getpid())
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            children.append(start_child(module, [theirs, theirs], launch, dict(os.environ)))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def test_a_file_of_the_current_folder_is_no_module_of_a_server(
+    child_of: Callable[[str], "subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "random.py").write_text("open('imported', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    child_of("node.process").wait(60)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_child_of_a_server_whose_folder_is_gone_is_somewhere(
+    child_of: Callable[[str], "subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "release"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert os.readlink(f"/proc/{child_of('node.process').pid}/cwd") == "/"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from tandem import kv_events_config
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
 from tandem.cli.flags import add_flags
 from tandem.cli.ports import free_ports
+from tandem.programs import module_command
 from tandem.server.processes import describe_exit, end_with_parent
 
 POLL_S = 0.02
@@ -78,7 +78,7 @@ class Fleet:
         return self.start_program(name, self._tandem(words), port=port)
 
     def _tandem(self, words: Sequence[str]) -> tuple[str, ...]:
-        return (sys.executable, "-m", "tandem.cli.main", *words)
+        return tuple(module_command("tandem.cli.main", *words))
 
     def start_router(self, words: Sequence[str], listener: socket.socket) -> Member:
         """`tandem WORDS` on a socket that stays open while the router starts anew."""

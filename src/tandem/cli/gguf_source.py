@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tandem.cli.failure import CommandFailed
 from tandem.engine import digest_cache
+from tandem.programs import module_command, working_folder
 
 FORM = 3  # of the directories; those of another one are made anew
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
@@ -52,8 +53,10 @@ def make(file: Path, target: Path) -> None:
     print(f"tandem: making a directory of {file.name}, once: {target}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
         folder = Path(scratch) / "model"
-        command = [sys.executable, "-m", "tandem.cli.gguf_conversion", str(file.resolve()), str(folder)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, check=False)
+        command = module_command("tandem.cli.gguf_conversion", str(file.resolve()), str(folder))
+        done = subprocess.run(
+            command, cwd=working_folder(), stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, check=False
+        )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
             raise CommandFailed(f"{file} cannot be read: {lines[-1][:300]}")

@@ -8,7 +8,6 @@ import importlib
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ import msgspec
 
 from tandem.engine.documents import ModelError
 from tandem.logtext import shown
+from tandem.programs import module_command, working_folder
 
 EXTRA = "pip install 'tandem-llm[transformers]'"
 EXAMINATION = "tandem.engine.models.transformers_examination"
@@ -55,10 +55,15 @@ Examine = Callable[[dict[str, Any]], TransformersFacts]  # of what config.json h
 def examined_elsewhere(raw: dict[str, Any]) -> TransformersFacts:
     """In a process that ends with it. Raises ModelError."""
     _refuse_others(raw)
-    command = [sys.executable, "-m", EXAMINATION]
     try:
         done = subprocess.run(
-            command, input=json.dumps(raw), capture_output=True, text=True, check=False, timeout=EXAMINATION_S
+            module_command(EXAMINATION),
+            cwd=working_folder(),
+            input=json.dumps(raw),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=EXAMINATION_S,
         )
     except subprocess.TimeoutExpired:
         raise refused(raw, f"transformers has not described it within {EXAMINATION_S:.0f} s") from None

@@ -30,6 +30,7 @@ from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.values import Incarnation
 from tandem.engine import determinism
 from tandem.membership import ClusterSecret, SecretError, read_secret, user_secret
+from tandem.programs import module_command, working_folder
 from tandem.ranks import Rank, all_ranks
 from tandem.server.channel import ChannelKeys
 
@@ -233,7 +234,8 @@ def start_child(
 ) -> "subprocess.Popen[bytes]":
     fds = [end.fileno() for end in ends]
     child = subprocess.Popen(
-        [sys.executable, "-m", f"tandem.server.{module}", *(str(fd) for fd in fds)],
+        module_command(f"tandem.server.{module}", *(str(fd) for fd in fds)),
+        cwd=working_folder(),
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno(),
         pass_fds=fds,
