@@ -230,6 +230,52 @@ def test_a_server_that_takes_a_question_and_says_nothing_is_not_waited_for_for_e
     assert "ReadTimeout" in printed.out + printed.err
 
 
+@pytest.fixture
+def proxied(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A proxy at which nobody listens, for everything."""
+    for name in ("http", "https", "all", "no"):
+        monkeypatch.delenv(f"{name}_proxy", raising=False)
+        monkeypatch.delenv(f"{name}_proxy".upper(), raising=False)
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("url", ["http://localhost:1", "127.0.0.2:1", "http://[::1]:1"])
+def test_what_is_on_this_machine_is_asked_without_a_proxy(proxied: pytest.MonkeyPatch, url: str) -> None:
+    assert api.proxy_for(url) is None
+
+
+def test_a_server_elsewhere_is_asked_by_the_proxy_unless_it_needs_none(proxied: pytest.MonkeyPatch) -> None:
+    proxied.setenv("http_proxy", "user:word@proxy:1")
+    proxied.setenv("NO_PROXY", "[::1], 10.1.0.0/16,.corp.example")
+    assert api.proxy_for("http://10.2.3.4:8000") == "http://user:word@proxy:1"
+    assert api.proxy_for("https://10.2.3.4:8000") == "http://127.0.0.1:9"
+    assert api.proxy_for("http://10.1.3.4:8000") is None
+    assert api.proxy_for("tandem.corp.example") is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["eval --num 1 --model m", "bench --num-prompts 1 --model m", "top --once", "chat", "bench --num-prompts 1"],
+)
+def test_a_proxy_that_is_in_the_way_is_told(
+    proxied: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    assert cli.main([*words.split(), "--url", "http://127.0.0.2.invalid"]) == 1
+    printed = capsys.readouterr()
+    assert "proxy of the environment" in printed.out + printed.err
+    assert "NO_PROXY" in printed.out + printed.err
+
+
+@pytest.mark.parametrize("proxy", ["socks://127.0.0.1:9", "ftp://127.0.0.1:9"])
+def test_a_proxy_of_a_kind_that_is_not_known_is_one_line(
+    proxied: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], proxy: str
+) -> None:
+    proxied.setenv("ALL_PROXY", proxy)
+    assert cli.main(["bench", "--num-prompts", "1", "--url", "http://server.invalid"]) == 1
+    assert "cannot be used" in capsys.readouterr().err
+
+
 def unnamed(**given: str) -> argparse.Namespace:
     return argparse.Namespace(**({"url": None, "api_key": None, "api_key_file": None, "model": "m"} | given))
 

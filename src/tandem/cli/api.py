@@ -1,12 +1,16 @@
 """What the client commands share: reaching an OpenAI-compatible server, reading its streams, naming what went wrong."""
 
 import argparse
+import contextlib
 import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Annotated, Any, TypeVar  # Any: options of httpx
+from urllib.request import getproxies_environment, proxy_bypass
 
+import httpcore
 import httpx
 import msgspec
 from msgspec import Meta, Struct
@@ -23,6 +27,7 @@ SILENT_SECONDS = 1200.0  # of a server that answers: twice what ours give themse
 PROBE_SECONDS = 2.0
 PROGRESS_SECONDS = 0.2  # between two updates on a terminal; elsewhere lines come far less often
 PROGRESS_SECONDS_PLAIN = 10.0
+WITHOUT_PROXY = "(NO_PROXY names hosts and networks that need none)"
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)  # no JSON, of another shape, nested without end
 
 Document = TypeVar("Document")
@@ -140,12 +145,48 @@ def client_options(args: argparse.Namespace, *, timeout_seconds: float | None = 
         keys = key_text("--api-key", args.api_key, args.api_key_file, os.environ)
     except KeyProblem as problem:
         raise CommandFailed(str(problem), is_wrong_usage=True) from None
+    url = _checked(base_url(args.url))
     return {
-        "base_url": _checked(base_url(args.url)),
+        "base_url": url,
         "headers": authorization(keys),
         "timeout": httpx.Timeout(timeout_seconds or SILENT_SECONDS, connect=CONNECT_SECONDS),
-        "trust_env": "127.0.0.1" not in args.url and "localhost" not in args.url,
+        "proxy": _usable_proxy(url),
+        "verify": httpcore.default_ssl_context(),  # also what SSL_CERT_FILE names
+        "trust_env": False,
     }
+
+
+def proxy_for(url: str) -> str | None:
+    """Of the environment, and None for loopback and for what NO_PROXY names, networks too.
+
+    Why not httpx's: it knows no networks, cannot read `[::1]` there, and takes the proxy for loopback.
+    """
+    host = httpx.URL(base_url(url)).host
+    proxies = getproxies_environment()
+    if host == "localhost" or proxy_bypass(host):
+        return None
+    with contextlib.suppress(ValueError):  # a name, which is no address
+        address = ip_address(host)
+        if address.is_loopback or any(address in network for network in _networks(proxies.get("no", ""))):
+            return None
+    found = proxies.get(httpx.URL(base_url(url)).scheme) or proxies.get("all")
+    return found if found is None or "://" in found else f"http://{found}"
+
+
+def _networks(no_proxy: str) -> Iterator[IPv4Network | IPv6Network]:
+    for word in no_proxy.split(","):
+        with contextlib.suppress(ValueError):
+            yield ip_network(word.strip().strip("[]"), strict=False)
+
+
+def _usable_proxy(url: str) -> str | None:
+    """Raises CommandFailed."""
+    proxy = proxy_for(url)
+    try:
+        httpx.Client(proxy=proxy, trust_env=False, verify=False).close()
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise CommandFailed(f"the proxy of the environment cannot be used: {error} {WITHOUT_PROXY}") from None
+    return proxy
 
 
 def _checked(url: str) -> str:
@@ -180,6 +221,9 @@ def find_model(args: argparse.Namespace) -> str:
 
 
 def trouble(error: Exception, url: str) -> ServerTrouble:
+    if isinstance(error, httpx.TransportError) and proxy_for(url) is not None:
+        told = f"{type(error).__name__} {error}".strip()
+        return ServerTrouble(f"{url} was asked by way of the proxy of the environment ({told}) {WITHOUT_PROXY}")
     if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
         return ServerTrouble(
             f"no server answers at {url}; start one with `tandem serve tandem/mini`, or name yours with --url"
