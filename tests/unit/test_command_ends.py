@@ -86,6 +86,15 @@ def test_a_command_without_a_standard_stream_does_its_work(stream: str) -> None:
     assert b"Traceback" not in done.stderr
 
 
+def test_without_asserts_no_command_runs() -> None:
+    """A simulation would find nothing then, and a server go on where it must not."""
+    words = [*TANDEM, "simulate", "--seed", "1", "--seeds", "1", "--until", "0.01s"]
+    environment = {**os.environ, "PYTHONOPTIMIZE": "1"}
+    done = subprocess.run(words, capture_output=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 2
+    assert b"PYTHONOPTIMIZE" in done.stderr
+
+
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_is_none_is_wrong_usage_of_up(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["up", "--port", str(port)]) == 2

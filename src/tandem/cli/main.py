@@ -123,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return WRONG_USAGE
+    if not __debug__:  # asserts end a replica before it answers wrongly, and are what a simulation finds
+        print("tandem: error: python runs without asserts; unset PYTHONOPTIMIZE, or leave -O out", file=sys.stderr)
+        return WRONG_USAGE
     return run_command(command, words[1:])
 
 

@@ -73,7 +73,8 @@ class OwnerMemory:
         """Nothing reads the memory after this."""
         agent, self._agent = self._agent, None
         if agent is not None:
-            assert agent.destroy()
+            is_gone = agent.destroy()
+            assert is_gone
 
 
 @dataclass(slots=True, eq=False)
