@@ -31,6 +31,10 @@ class SecretError(Exception):
     """The secret cannot be used. One line for the user: cause and remedy."""
 
 
+class NoPlaceForSecret(SecretError):
+    """This user has none yet, and nowhere to keep one."""
+
+
 class ClusterSecret:
     """What all members share. Its bytes appear in no log line, error or `repr`."""
 
@@ -93,8 +97,8 @@ def user_secret(environment: Mapping[str, str]) -> ClusterSecret:
     Several servers that start at once agree: it is written under another name and linked, which one of them wins.
     """
     path = user_secret_path(environment)
-    if not path.exists():
-        _make(path)
+    if not os.path.exists(path):  # nor where another user is, whose folders this one may not enter
+        make_secret(path)
     return read_secret(path)
 
 
@@ -106,10 +110,11 @@ def user_secret_path(environment: Mapping[str, str]) -> Path:
     try:
         return Path.home() / ".local" / "state" / USER_SECRET
     except RuntimeError as error:
-        raise SecretError("this user has no home folder for a secret; give --cluster-secret-file") from error
+        raise NoPlaceForSecret("this user has no home folder for a secret; give --cluster-secret-file") from error
 
 
-def _make(path: Path) -> None:
+def make_secret(path: Path) -> None:
+    """A new one, unless there is one. Raises NoPlaceForSecret."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,6 +128,6 @@ def _make(path: Path) -> None:
     except FileExistsError:
         pass  # another server was first; its secret is ours
     except OSError as error:
-        raise SecretError(
+        raise NoPlaceForSecret(
             f"cannot make the cluster secret {path}: {error.strerror}; give --cluster-secret-file"
         ) from error

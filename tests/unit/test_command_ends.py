@@ -19,6 +19,8 @@ import pytest
 from tandem.cli import chat, demo, doctor, serve
 from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
+from tandem.cli.fleet import secret_flags
+from tandem.membership import read_secret
 
 TANDEM = [sys.executable, "-m", "tandem.cli.main"]
 
@@ -144,3 +146,20 @@ def test_a_signal_at_the_start_ends_a_server_whose_log_cannot_be_written(monkeyp
         monkeypatch.setattr(sys, "stderr", full)
         with pytest.raises(Ended, match="1"):
             serve.end_at_once(signal.SIGTERM, None)
+
+
+def test_a_pair_of_a_user_who_has_no_place_for_a_secret_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    flag, path = secret_flags(tmp_path)
+    assert flag == "--cluster-secret-file"
+    read_secret(Path(path))
+
+
+def test_a_pair_has_the_secret_of_its_user_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert secret_flags(tmp_path) == []
+    (tmp_path / "state" / "tandem" / "cluster-secret").write_text("too short")
+    assert secret_flags(tmp_path) == []  # and a server says what is wrong with it

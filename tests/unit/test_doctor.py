@@ -39,7 +39,7 @@ def test_a_port_that_is_taken_is_named_with_the_command_that_wants_it(monkeypatc
     assert doctor.port(number).level == OK
 
 
-def test_without_torch_or_a_place_for_the_secret_no_pair_is_tried(
+def test_without_torch_or_with_a_bad_secret_no_pair_is_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "pair", lambda model: pytest.fail("it cannot work"))
@@ -47,12 +47,23 @@ def test_without_torch_or_a_place_for_the_secret_no_pair_is_tried(
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delattr(tandem.engine, "machine_report", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    (tmp_path / "tandem").mkdir()
+    (tmp_path / "tandem" / "cluster-secret").touch(mode=0o600)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert cli.run_command("doctor", ["--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     bad = [found["name"] for found in document["findings"] if found["level"] == BAD]
     assert (document["ok"], bad) == (False, ["torch", "secret"])
+
+
+def test_a_user_without_a_place_for_the_secret_is_told_who_needs_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    found = doctor.secret()
+    assert found.level == NOTE
+    assert "--cluster-secret-file" in found.text
 
 
 def test_a_model_that_cannot_be_served_is_bad_and_ends_with_1(

@@ -1,5 +1,6 @@
 """The secret of a cluster: made once, read with care, proven and never said."""
 
+import errno
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from tandem.membership import (
     MIN_SECRET_BYTES,
     PROOF_BYTES,
     ClusterSecret,
+    NoPlaceForSecret,
     SecretError,
     read_secret,
     user_secret,
@@ -87,5 +89,15 @@ def test_a_secret_that_is_not_there_or_cannot_be_made_is_one_line(tmp_path: Path
     with pytest.raises(SecretError, match="cannot read the cluster secret"):
         read_secret(tmp_path / "none")
     (tmp_path / "file").touch()
-    with pytest.raises(SecretError, match=r"cannot make .* give --cluster-secret-file"):
+    with pytest.raises(NoPlaceForSecret, match=r"cannot make .* give --cluster-secret-file"):
         user_secret({"XDG_STATE_HOME": str(tmp_path / "file")})
+
+
+def test_a_secret_where_this_user_may_not_look_is_no_place_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: object, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", refused)
+    monkeypatch.setattr(os, "mkdir", refused)
+    with pytest.raises(NoPlaceForSecret, match="Permission denied"):
+        user_secret({"XDG_STATE_HOME": "/root/of/another"})

@@ -21,7 +21,7 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import start_pd, temporary_fleet
 from tandem.cli.model_source import BUNDLED, find_model
 from tandem.config import ServerConfig
-from tandem.membership import SecretError, user_secret
+from tandem.membership import NoPlaceForSecret, SecretError, user_secret
 
 OK, NOTE, BAD = "ok", "note", "bad"
 PORTS = {30000: "tandem serve and tandem router", 8000: "tandem up", 8998: "a prefill's bootstrap server"}
@@ -117,6 +117,8 @@ def open_files() -> Finding:
 def secret() -> Finding:
     try:
         user_secret(os.environ)
+    except NoPlaceForSecret as error:
+        return Finding(NOTE, "secret", f"{error}, or set XDG_STATE_HOME; `tandem up` and `tandem demo` make their own")
     except SecretError as error:
         return Finding(BAD, "secret", str(error))
     return Finding(OK, "secret", "servers of this user can prove to each other who they are")

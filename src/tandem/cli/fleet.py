@@ -26,6 +26,7 @@ from tandem import kv_events_config
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
 from tandem.cli.flags import add_flags
 from tandem.cli.ports import free_ports
+from tandem.membership import NoPlaceForSecret, SecretError, make_secret, user_secret
 from tandem.programs import module_command
 from tandem.server.processes import describe_exit, end_with_parent
 
@@ -234,6 +235,7 @@ def start_pd(
     listener = listen(router_port) if isinstance(router_port, int) else router_port
     ports = iter(free_ports(2 * prefills + decodes))
     router = ["router", *router_flags]
+    server_flags = [*secret_flags(fleet.folder), *server_flags]  # of two the last one counts
     told = KvEventsFlags(kv_events)
     for index in range(prefills):
         port, bootstrap = next(ports), next(ports)
@@ -247,6 +249,21 @@ def start_pd(
         fleet.start(f"decode-{index}", serve_words(model, port, *flags), port=port)
         router += ["--decode", f"http://127.0.0.1:{port}"]
     return fleet.start_router(router, listener)
+
+
+def secret_flags(folder: Path) -> list[str]:
+    """Where this user has no place for a secret, as many in containers have none: one that goes with the fleet.
+
+    What is wrong with a secret that is there the servers say.
+    """
+    try:
+        user_secret(os.environ)
+    except NoPlaceForSecret:
+        make_secret(folder / "cluster-secret")
+        return ["--cluster-secret-file", str(folder / "cluster-secret")]
+    except SecretError:
+        pass
+    return []
 
 
 @dataclass(slots=True)
