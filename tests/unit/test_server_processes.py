@@ -1,6 +1,7 @@
 """What a server says of its processes and ports."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cli.model_source import find_model
+from tandem.cli.serve import read_facts
 from tandem.config import ServerConfig
 from tandem.core.commands import AnnounceDpRank
 from tandem.core.settings import PrefillInfo
@@ -38,6 +41,7 @@ from tandem.server.processes import (
 )
 from tandem.server.router.app import listen
 from tandem.server.router.config import RouterConfig
+from tandem.server.start import serve
 
 
 def test_an_answer_does_not_wait_until_its_head_is_acknowledged() -> None:
@@ -184,6 +188,18 @@ def test_children_that_cannot_be_started_leave_nothing_open(monkeypatch: pytest.
         start_children(Launch(ServerConfig(model="tandem/mini"), "", Incarnation("here", "1"), 1, 1, os.getpid()))
     assert len(opened) == 4
     assert [sock.fileno() for sock in opened] == [-1] * 4
+
+
+def test_a_server_whose_processes_cannot_be_started_says_which_limits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    config = ServerConfig(model="tandem/mini", port=0)
+    facts = read_facts(find_model(config.model), config)
+    listeners = bind_listeners(config)
+    with contextlib.closing(listeners), pytest.raises(ServerFailure, match=r"temporarily unavailable.*ulimit -u"):
+        serve(config, listeners, facts)
 
 
 @pytest.fixture

@@ -45,7 +45,13 @@ def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None
         parent_pid=os.getpid(),
         cluster_secret=b"" if secret is None else secret.raw,
     )
-    replicas = start_replicas(launch, listeners)
+    try:
+        replicas = start_replicas(launch, listeners)
+    except OSError as error:
+        raise ServerFailure(
+            f"cannot start the processes of this server ({error.strerror or error}); raise the limit of this user or "
+            "container on processes (ulimit -u, pids.max), open files or memory"
+        ) from error
     try:
         # Why not at the top: a second of imports during which the children already load the model.
         with no_collector():
