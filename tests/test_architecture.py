@@ -124,6 +124,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("ranks", "leaf"),
     ("several_hosts", "leaf"),
     ("logtext", "leaf"),
+    ("log_stream", "leaf"),
     ("garbage", "leaf"),
     ("cgroups", "leaf"),
     ("programs", "leaf"),

@@ -7,6 +7,7 @@ from typing import TextIO
 
 import msgspec
 
+from tandem.log_stream import log_stream
 from tandem.logtext import visible
 from tandem.metrics.request_stats import RequestRecord
 
@@ -20,7 +21,7 @@ class RequestLog:
 
     def __init__(self, format: str, stream: TextIO | None = None) -> None:
         self._line = json_line if format == "json" else text_line
-        self._stream = stream or sys.stderr
+        self._stream = stream or log_stream(sys.stderr)
         self._is_gone = False
 
     def write_all(self, records: Iterable[RequestRecord]) -> None:
@@ -32,7 +33,8 @@ class RequestLog:
         if self._is_gone:
             return
         try:
-            print(self._line(record), file=self._stream, flush=True)
+            self._stream.write(self._line(record) + "\n")
+            self._stream.flush()
         except (BrokenPipeError, ValueError):
             self._is_gone = True
         except OSError:

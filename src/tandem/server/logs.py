@@ -13,6 +13,7 @@ import threading
 from numbers import Number
 from types import TracebackType
 
+from tandem.log_stream import log_stream
 from tandem.logtext import MAX_LINE_CHARS, visible
 
 TRACE_MARK = "  | "  # before each line of a trace: no line of ours begins so
@@ -91,7 +92,7 @@ class _Bounded:
 
 def set_up(log_format: str, *, process: str) -> None:
     """Lines of this process go to stderr, as text or as JSON; also what no one has caught."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(log_stream(sys.stderr))
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else LineFormatter(process))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for name in ("asyncio", "uvicorn", "httpx"):
