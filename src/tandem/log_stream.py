@@ -54,9 +54,9 @@ def log_stream(file: TextIO) -> LogStream | TextIO:
 
     A pipe is opened anew: whoever has inherited it does not expect that it does not wait.
     """
-    number = file.fileno()
-    kind = os.fstat(number).st_mode
-    with contextlib.suppress(OSError):  # there is no /proc, or it is not ours to open
+    with contextlib.suppress(OSError):  # it has no number; there is no /proc, or the pipe is another user's
+        number = file.fileno()
+        kind = os.fstat(number).st_mode
         if stat.S_ISFIFO(kind):
             opened = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             return LogStream(partial(os.write, opened))

@@ -163,3 +163,14 @@ def test_a_pair_has_the_secret_of_its_user_where_there_is_one(monkeypatch: pytes
     assert secret_flags(tmp_path) == []
     (tmp_path / "state" / "tandem" / "cluster-secret").write_text("too short")
     assert secret_flags(tmp_path) == []  # and a server says what is wrong with it
+
+
+def test_a_command_ends_whose_error_nobody_reads() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with open(reading), open(writing, "wb", buffering=0) as full:
+        while full.write(bytes(1 << 16)):
+            pass
+        os.set_blocking(writing, True)
+        words = [*TANDEM, "bench", "--num-prompts", "1", "--url", "http://127.0.0.1:1"]
+        assert subprocess.run(words, stderr=full, timeout=60, check=False).returncode == 1

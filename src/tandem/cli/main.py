@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import importlib
 import os
+import select
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from typing import NoReturn
 import tandem
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
 from tandem.garbage import no_collector
+from tandem.log_stream import log_stream
 from tandem.logtext import MAX_LINE_CHARS, visible
 
 COMMANDS = {
@@ -34,6 +36,7 @@ COMMANDS = {
 }
 
 FLAGS_IN_USAGE = 16
+LAST_WORD_S = 1.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -141,23 +144,27 @@ def run_command(command: str, words: Sequence[str]) -> int:
         return code
     except CommandFailed as failure:
         line = visible(" ".join(str(failure).split()), most=MAX_LINE_CHARS)  # one line, whatever it quotes
-        print(f"tandem: error: {line}", file=sys.stderr)
+        complain(f"error: {line}")
         return failure.exit_code
     except KeyboardInterrupt:
-        print("tandem: interrupted", file=sys.stderr)
+        complain("interrupted")
         return 1
     except UnicodeError as error:  # of a file, a pipe, an argument, or a terminal that cannot show it
-        print(
-            f"tandem: error: text that cannot be read or written ({visible(str(error), most=MAX_LINE_CHARS)})",
-            file=sys.stderr,
-        )
+        complain(f"error: text that cannot be read or written ({visible(str(error), most=MAX_LINE_CHARS)})")
         return 1
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere
         if isinstance(error, BrokenPipeError):
             return 0  # whoever read our output has enough
-        print(f"tandem: error: {visible(str(error), most=MAX_LINE_CHARS)}", file=sys.stderr)
+        complain(f"error: {visible(str(error), most=MAX_LINE_CHARS)}")
         return 1
+
+
+def complain(text: str) -> None:
+    """On stderr, if that takes it soon: whoever waits for us to end, to start us again, may not read it."""
+    with contextlib.suppress(OSError):
+        select.select([], [sys.stderr], [], LAST_WORD_S)
+    log_stream(sys.stderr).write(f"tandem: {text}\n")
 
 
 if __name__ == "__main__":
