@@ -34,6 +34,7 @@ POLL_S = 0.02
 PROBE_S = 1.0
 BACKLOG = 2048  # connections that wait for a router
 ERROR_MARK = "tandem: error: "
+LAST_BYTES = 1 << 16  # of a log, in which an error line is looked for
 
 
 @dataclass(slots=True)
@@ -58,7 +59,9 @@ class Member:
 
     def cause_of_end(self) -> str | None:
         """The error line in its log, if it wrote one in this life."""
-        said = self.log.read_bytes()[self.life_at :].decode(errors="replace")
+        with self.log.open("rb") as file:
+            file.seek(max(self.life_at, self.log.stat().st_size - LAST_BYTES))
+            said = file.read(LAST_BYTES).decode(errors="replace")
         for line in reversed(said.splitlines()):
             if line.startswith(ERROR_MARK):
                 return line.removeprefix(ERROR_MARK)
