@@ -20,12 +20,15 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tandem"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REPORTS = "sglang-parity.md"  # names of SGLang's in its third column
-TOOLS = ("bench", "tests/fuzz", "tests/foreign")  # commands of their own, whose flags pages name
+TOOLS = ("bench", "tests/fuzz", "tests/foreign", "docs/dynamo")  # commands of their own, whose flags pages name
 OF_OTHERS = {
     "--eviction-interval-secs",  # sglang-router's
     "--config.file",  # Prometheus'
     "--storage.tsdb.path",
     "--dp-aware",  # smg's
+    "--http-port",  # Dynamo's
+    "--migration-limit",
+    "--router-mode",
 }
 NOT_FILES_HERE = {"1_Pooling/config.json", "modules.json", "config.json", "generation_config.json", "config.toml"}
 NOT_FILES_HERE |= {"openapi.json", "flag_roles}.py", "quantization_config.json"}
