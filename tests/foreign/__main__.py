@@ -1,12 +1,13 @@
 """`make clients`: programs of other people against our servers, each in its own environment with pinned versions.
 
-Starts a pair behind our router, one engine alone to compare with, and a pair of four DP ranks where a program wants
-them; runs the programs of `table.py` one after the other and prints a table. The exit code is 1 when one of them fails
-or cannot be installed. `--page FILE` also writes the table as Markdown, each row with its date; rows of programs that
-were not run stay as they stand there.
+Starts a pair behind our router, one engine alone to compare with, and a pair of four DP ranks, or one that publishes
+its KV events and may be killed, where a program wants them; runs the programs of `table.py` one after the other and
+prints a table. The exit code is 1 when one of them fails or cannot be installed. `--page FILE` also writes the table as
+Markdown, each row with its date; rows of programs that were not run stay as they stand there.
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -74,7 +75,7 @@ def main() -> int:
 def run_all(programs: list[Program]) -> Iterator[Outcome]:
     """Environments first, so that nothing serves while compilers and disks are busy."""
     failures = install_all(programs)
-    for kind in ("pair", "ranks"):
+    for kind in ("pair", "ranks", "events"):
         wanted = [program for program in programs if program.servers == kind]
         if wanted:
             with servers(kind) as environment:
@@ -163,8 +164,14 @@ def servers(kind: str) -> Iterator[dict[str, str]]:
     flags = ["--dp-size", str(NUM_RANKS)] if kind == "ranks" else []
     with temporary_fleet("clients", engines=3) as fleet:
         (port,) = free_ports(1)
-        router = start_pd(fleet, BUNDLED, prefills=1, decodes=1, router_port=0, server_flags=flags)
-        unified = fleet.start("unified", serve_words(BUNDLED, port), port=port)
+        events = [
+            {"endpoint": f"ipc://{fleet.folder}/{name}", "replay_endpoint": f"ipc://{fleet.folder}/{name}-again"}
+            for name in ("pair", "unified")
+        ]
+        pairs, units = (json.dumps(it) if kind == "events" else None for it in events)
+        router = start_pd(fleet, BUNDLED, prefills=1, decodes=1, router_port=0, server_flags=flags, kv_events=pairs)
+        words = serve_words(BUNDLED, port, *([] if units is None else ["--kv-events-config", units]))
+        unified = fleet.start("unified", words, port=port)
         fleet.wait_ready(timeout_s=START_S)
         yield {
             "CLIENTS_URL": router.url,
@@ -172,6 +179,8 @@ def servers(kind: str) -> Iterator[dict[str, str]]:
             "CLIENTS_MODEL": BUNDLED,
             "CLIENTS_MODEL_DIR": str(find_model(BUNDLED)),
             "CLIENTS_WORKERS": "\n".join(workers(fleet)),
+            "CLIENTS_KV_EVENTS": "\n".join(" ".join(it.values()) for it in events),
+            "CLIENTS_DECODE_PID": next(str(it.process.pid) for it in fleet.members if it.kind == "decode"),
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it need not ask the network what a model costs
             "OPENAI_AGENTS_DISABLE_TRACING": "1",
         }

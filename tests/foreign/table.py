@@ -18,7 +18,7 @@ class Program:
     name: str
     needs: tuple[str, ...]  # requirements, the program first
     words: tuple[str, ...]  # a file of `programs`, and what it is told
-    servers: str = "pair"  # or `ranks`: prefill and decode with four DP ranks each
+    servers: str = "pair"  # `ranks`: prefill and decode with four DP ranks each; `events`: they publish KV events
     environment: str = ""  # the folder of its environment, where it is not its name's
     npm: bool = False  # packages of Node, whose commands come first in PATH; a file in its language runs in its folder
     debian: bool = False  # packages of Debian, whose files are unpacked and whose commands come first in PATH
@@ -66,6 +66,13 @@ PROGRAMS = (
         environment="smg",
     ),
     Program("vllm-router", ("vllm-router==0.1.17",), ("gateway_client.py", "vllm-router")),
+    Program(
+        "NVIDIA Dynamo",
+        ("ai-dynamo==1.4.2",),
+        ("dynamo_client.py",),
+        servers="events",
+        environment="dynamo",
+    ),
     Program("schemathesis", ("schemathesis==4.32.5",), ("schemathesis_client.py",)),
     Program("locust", ("locust==2.47.0",), ("locust_client.py",)),
     Program("aiperf", ("aiperf==0.13.0",), ("aiperf_client.py",)),
@@ -120,6 +127,8 @@ PROGRAMS = (
 NOT_RUN = {
     "sglang bench_serving 0.5.23": "importing it asks for the packages of its engine, one after the other (triton, "
     "torchvision, tvm-ffi); 0.5.2 is the newest one tried that needs none of them",
+    "NVIDIA Dynamo 1.5.0 and later": "they want a package (aisimulate) that fetches itself from its maker's own index; "
+    "1.4.2 is the newest one that needs none",
     "Codex with web search": "that is a tool which the server would have to run, and is refused: "
     '`web_search = "disabled"` in its config.toml',
 }
