@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,12 +27,15 @@ from typing import Any
 from _shared import BASE, CALCULATOR, MODEL, QUESTIONS, UNIFIED, free_port, post, same, shown, stream, wait_ready
 
 WORKER = Path(__file__).resolve().parents[3] / "docs" / "dynamo" / "tandem_worker.py"
+DECODE_PID = int(os.environ["CLIENTS_DECODE_PID"])
 START_S, GONE_S, POLL_S = 120.0, 60.0, 0.1
+EARLY_S = 20.0  # before Tandem itself gives up a request that hears nothing
 PROMPTS = (*QUESTIONS, *(f"Calculate {a} * {b} + {a + b}." for a in range(3, 6) for b in (17, 26)))
 BEGINNING = "The rules of this conversation: " + " ".join(f"rule {index}," for index in range(12))
 TANDEMS = (BASE, UNIFIED)
 NUM_CACHED, MIN_CACHED = 12, 96  # prompts whose KV is somewhere, and how many tokens more than their common beginning
-LONG = 1500  # tokens of an answer that nobody waits for, or that is cut off
+LONG = 7000  # tokens of an answer that nobody waits for, or that is cut off
+GENERATED = re.compile(r"^sglang:generation_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 RUNNING = re.compile(r"^sglang:num_running_reqs\{.*\} (\S+)$", re.MULTILINE)
 STORED = re.compile(r'^dynamo_component_kv_cache_events_applied\{.*event_type="stored",status="ok".*\} (\d+)$', re.M)
 ANSWER = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
@@ -224,17 +228,45 @@ def refused(url: str, body: dict[str, Any]) -> tuple[int, str]:
 
 
 def leaving(url: str) -> str:
+    before = total(GENERATED)
     with opened(url) as reply:
         assert reply.readline().startswith(b"data:")
-    eventually(lambda: not num_running(), "no request runs when its client has left", GONE_S)
-    return "a client that leaves ends its request"
+    eventually(lambda: not total(RUNNING), "no request runs when its client has left", GONE_S)
+    written = total(GENERATED) - before
+    assert written < LONG, f"all {written:.0f} tokens were written for nobody"
+    os.kill(DECODE_PID, signal.SIGSTOP)  # so that no first token comes
+    try:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+            body = json.dumps(chat("Count.", stream=True)).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+            client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+            eventually(lambda: active() > 0, "the router has the request", GONE_S)
+        eventually(lambda: not active(), "the router has no request when its client has left", EARLY_S)
+    finally:
+        os.kill(DECODE_PID, signal.SIGCONT)
+    eventually(is_live, "decode is back", GONE_S)
+    return "clients that leave before and after the first token end their requests"
+
+
+def active() -> int:
+    """Prompts that Tandem's router has under way on decode."""
+    workers = json.loads(page(f"{BASE}/server_info"))["workers"]
+    return sum(worker["active_prompts"] for worker in workers if worker["role"] == "decode")
+
+
+def is_live() -> bool:
+    try:
+        compute(BASE, "a")
+    except urllib.error.HTTPError:
+        return False
+    return True
 
 
 def killing(url: str) -> str:
     """A stream ends with an error, and the next request is refused: neither hangs."""
     with opened(url) as reply:
         assert reply.readline().startswith(b"data:")
-        os.kill(int(os.environ["CLIENTS_DECODE_PID"]), signal.SIGKILL)
+        os.kill(DECODE_PID, signal.SIGKILL)
         events = [line.decode() for line in reply if line.startswith(b"data:")]
     assert any('"error"' in event for event in events[-2:]), events[-2:]
     status, text = refused(f"{url}/v1/chat/completions", chat("Hello!"))
@@ -250,11 +282,11 @@ def opened(url: str) -> Any:
     return urllib.request.urlopen(request, timeout=60)
 
 
-def num_running() -> float:
+def total(pattern: re.Pattern[str]) -> float:
     """On prefill and decode."""
     workers = [line.split()[1] for line in os.environ["CLIENTS_WORKERS"].splitlines()]
-    found = [float(value) for worker in workers for value in RUNNING.findall(page(f"{worker}/metrics"))]
-    assert found, RUNNING.pattern
+    found = [float(value) for worker in workers for value in pattern.findall(page(f"{worker}/metrics"))]
+    assert found, pattern.pattern
     return sum(found)
 
 
