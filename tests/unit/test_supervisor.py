@@ -144,7 +144,7 @@ def test_the_cause_of_an_end_is_none_of_a_former_life(tmp_path: Path) -> None:
 def test_the_cause_of_an_end_is_found_behind_more_log_than_there_is_memory(tmp_path: Path) -> None:
     log = tmp_path / "decode-0.log"
     with log.open("wb") as file:
-        file.truncate(1 << 42)  # none of it on the disk
+        file.truncate(1 << 40)  # none of it on the disk
     with log.open("ab") as file:
         file.write(b"\ntandem: error: no model there\n[12:00:00 node] what else it said\n")
     member = Member("decode-0", (), Process(), 1, log)  # type: ignore[arg-type]
