@@ -267,6 +267,17 @@ def test_a_proxy_that_is_in_the_way_is_told(
     assert "NO_PROXY" in printed.out + printed.err
 
 
+@pytest.mark.parametrize(
+    "words", ["eval --num 1 --model m", "bench --num-prompts 1 --warmup 0 --model m", "top --once"]
+)
+def test_a_proxy_is_what_is_asked(proxied: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str) -> None:
+    with listening(502, b'{"error": {"message": "the proxy says no"}}') as proxy:
+        proxied.setenv("ALL_PROXY", proxy)
+        assert cli.main([*words.split(), "--url", "http://server.invalid"]) == 1
+    printed = capsys.readouterr()
+    assert "502: the proxy says no" in printed.out + printed.err
+
+
 @pytest.mark.parametrize("proxy", ["socks://127.0.0.1:9", "ftp://127.0.0.1:9"])
 def test_a_proxy_of_a_kind_that_is_not_known_is_one_line(
     proxied: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], proxy: str

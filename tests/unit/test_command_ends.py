@@ -153,9 +153,8 @@ def test_a_pair_of_a_user_who_has_no_place_for_a_secret_has_its_own(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    flag, path = secret_flags(tmp_path)
-    assert flag == "--cluster-secret-file"
-    read_secret(Path(path))
+    assert secret_flags(tmp_path) == ["--cluster-secret-file", str(tmp_path / "cluster-secret")]
+    read_secret(tmp_path / "cluster-secret")
 
 
 def test_a_pair_has_the_secret_of_its_user_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
