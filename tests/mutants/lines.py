@@ -1456,6 +1456,77 @@ BREAKS = (
 
 # Of machines that no row of the parity table is about.
 OTHERS = (
+    # machines, containers and users other than the developers'
+    Break(
+        "a_quota_of_cores_does_not_count",
+        "cgroups.py",
+        "return max(1, int(min([allowed, *core_limits(GROUPS, OWN_GROUPS)])))",
+        "return max(1, allowed)",
+        "unit/test_cgroups.py::test_a_containers_cores_count",
+    ),
+    Break(
+        "a_first_version_group_has_one_tree",
+        "cgroups.py",
+        "top = root / kind if kinds else root",
+        "top = root",
+        "unit/test_cgroups.py::test_the_first_version_has_a_tree_for_each_kind",
+    ),
+    Break(
+        "children_import_from_the_current_folder",
+        "programs.py",
+        'return [sys.executable, "-Pm", module, *words]',
+        'return [sys.executable, "-m", module, *words]',
+        "unit/test_server_processes.py::test_a_file_of_the_current_folder_is_no_module_of_a_server",
+    ),
+    Break(
+        "children_are_started_in_a_folder_that_is_gone",
+        "programs.py",
+        'return "/"',
+        "return None",
+        "unit/test_server_processes.py::test_a_child_of_a_server_whose_folder_is_gone_is_somewhere",
+    ),
+    Break(
+        "loopback_is_asked_by_a_proxy",
+        "cli/api.py",
+        'if address.is_loopback or any(address in network for network in _networks(proxies.get("no", ""))):',
+        'if any(address in network for network in _networks(proxies.get("no", ""))):',
+        "unit/test_client_commands.py::test_what_is_on_this_machine_is_asked_without_a_proxy",
+    ),
+    Break(
+        "no_proxy_is_asked",
+        "cli/api.py",
+        '"proxy": _usable_proxy(url),',
+        '"proxy": None,',
+        "unit/test_client_commands.py::test_a_proxy_is_what_is_asked",
+    ),
+    Break(
+        "commands_run_without_asserts",
+        "cli/main.py",
+        "if not __debug__:",
+        "if False:",
+        "unit/test_command_ends.py::test_without_asserts_no_command_runs",
+    ),
+    Break(
+        "a_pair_without_a_home_has_no_secret",
+        "cli/fleet.py",
+        'return ["--cluster-secret-file", str(folder / "cluster-secret")]',
+        "return []",
+        "unit/test_command_ends.py::test_a_pair_of_a_user_who_has_no_place_for_a_secret_has_its_own",
+    ),
+    Break(
+        "limits_on_processes_are_not_named",
+        "server/start.py",
+        '"container on processes (ulimit -u, pids.max), open files or memory"',
+        '"container"',
+        "unit/test_server_processes.py::test_a_server_whose_processes_cannot_be_started_says_which_limits_count",
+    ),
+    Break(
+        "lines_that_are_lost_are_not_counted",
+        "log_stream.py",
+        "left[: len(left) - len(data)], self._num_lost + 1",
+        "left[: len(left) - len(data)], self._num_lost",
+        "unit/test_log_stream.py::test_lines_that_nobody_reads_are_lost_and_counted",
+    ),
     Break(
         "workers_that_are_gone_are_remembered_for_ever",
         "core/router/routing.py",
