@@ -14,7 +14,8 @@ from cluster import START_S, Cluster, Server, bootstrap_port, eventually, show_l
 
 from tandem.cli.fleet import Fleet
 
-FLAGS = ("--deterministic", "--enable-fault-injection")
+# A pool that is not mapped is all there from the start: the default one would be a tenth of the machine's memory.
+FLAGS = ("--deterministic", "--enable-fault-injection", "--max-total-tokens", "16384")
 PAGE, CHUNK = 16, 64
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 3 * CHUNK + 5)
 NUM_FAILING = 12
