@@ -23,7 +23,7 @@ from tandem.server.api.messages import MessagesBody
 from tandem.server.api.openapi import BEYOND_SCHEMAS, GENERATION, refused_fields
 from tandem.server.api.responses import ResponsesBody
 
-EXAMPLES = {GenerationMode.POSITIVE: 12, GenerationMode.NEGATIVE: 8}  # the latter take longer to be made
+EXAMPLES = {GenerationMode.POSITIVE: 10, GenerationMode.NEGATIVE: 5}  # the latter take longer to be made
 ANSWERS = {"metrics": {}, "flush": {}, "state": {}, "waits": [], "faults": {}}
 ROLES = {"unified": "null", "prefill": "prefill", "decode": "decode"}
 
