@@ -147,7 +147,7 @@ def test_the_cause_of_an_end_is_found_behind_more_log_than_there_is_memory(tmp_p
         file.truncate(1 << 40)  # none of it on the disk
     with log.open("ab") as file:
         file.write(b"\ntandem: error: no model there\n[12:00:00 node] what else it said\n")
-    member = Member("decode-0", (), Process(), 1, log)  # type: ignore[arg-type]
+    member = Member("decode-0", (), Process(), 1, log)  # type: ignore[arg-type]  # nothing is asked of it
     assert member.cause_of_end() == "no model there"
 
 

@@ -1,6 +1,6 @@
 // One token from the logits of a row: the largest score with its noise, of those that top-k, top-p and min-p leave.
 //
-// `sampler.py` says what is drawn, and does the same without a compiler. Noise comes from a hash of (seed, position, token),
+// `sampler.py` says what is drawn, `draws.py` does the same without a compiler. Noise comes from a hash of (seed, position, token),
 // so any order of looking at tokens gives the same one: of most a bound of it is enough. What decides is exact (scores,
 // their order, sums of shares in whole numbers) or of the math library (logarithms of the few that may win).
 #pragma once
