@@ -83,11 +83,11 @@ class TokenDraw {
         return load(some) / all(draw_.temperature);
     }
 
-    // body(first token, scores of LANES) of all pieces that have a score of at least this
-    template <class Body>
-    void for_scores(float least, const Body& body) const {
+    // body(first token, scores of LANES) of all pieces that have a score of at least what `least` says then
+    template <class Least, class Body>
+    void for_scores(const Least& least, const Body& body) const {
         for (int64_t piece = 0; piece < int64_t(maxima_.size()); piece++)
-            if (maxima_[piece] >= least)
+            if (maxima_[piece] >= least())
                 for (int64_t i = piece * PIECE; i < piece_end(piece); i += LANES) body(i, scores_at(i));
     }
 
@@ -147,9 +147,8 @@ class TokenDraw {
             const float score = draw_.logits[i] / draw_.temperature;
             if (score == best_) winner.meet({score, int32_t(i), 0}, uniform_of(i));
         }
-        for (int64_t piece = 0; piece < int64_t(maxima_.size()); piece++)
-            if (maxima_[piece] >= winner.least() - MOST_NOISE)
-                for (int64_t i = piece * PIECE; i < piece_end(piece); i += LANES) meet(winner, i, scores_at(i));
+        for_scores([&] { return winner.least() - MOST_NOISE; },
+                   [&](int64_t first, F16 scores) { meet(winner, first, scores); });
         return winner.of.token;
     }
 
@@ -178,7 +177,7 @@ class TokenDraw {
     // All of at least this score
     void gather(float least, std::vector<Candidate>& to) const {
         to.clear();
-        for_scores(least, [&](int64_t first, F16 scores) {
+        for_scores([&] { return least; }, [&](int64_t first, F16 scores) {
             alignas(64) float some[LANES];
             int64_t shares[LANES];
             store(some, scores);
@@ -206,7 +205,7 @@ class TokenDraw {
     // The smallest set of best ones that holds the share that is asked for
     void nucleus(std::vector<Candidate>& to) const {
         int64_t sums[LANES] = {};
-        for_scores(-INFINITY, [&](int64_t, F16 scores) {
+        for_scores([] { return -INFINITY; }, [&](int64_t, F16 scores) {
             int64_t shares[LANES];
             shares_of(scores, shares);
             for (int i = 0; i < LANES; i++) sums[i] += shares[i];
