@@ -36,7 +36,7 @@ class ServerConfig(DoorConfig):
     served_model_name: str | None = flag(None, "model name in the API (default: MODEL as given)", metavar="NAME")
     dtype: str = flag(
         "auto",
-        "weights and activations; auto: as stored, float16 as float32",
+        "weights and activations; auto: as stored, float16 as float32, or beside codes as bfloat16",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str | None = flag(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import tandem
 from tandem.core.disagg.layout_check import differences
 from tandem.engine import machine_memory
-from tandem.engine.layers.packed import PackedWeight
+from tandem.engine.layers.packed import PackedCodes, PackedWeight
 from tandem.engine.layers.quantized import QuantizedWeight
 from tandem.engine.models.base import build_of
 from tandem.engine.models.table import FAMILIES
@@ -112,13 +112,26 @@ def test_weights_that_take_much_of_the_memory_stay_mapped(tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("every_library_packs")
-def test_other_types_and_few_bits_are_not_packed(tmp_path: Path) -> None:
+def test_other_types_are_not_packed(tmp_path: Path) -> None:
     write_model(tmp_path)
 
     assert not load(tmp_path).is_packed
-    quantised = load(tmp_path, dtype="bfloat16", quantization="int8")
-    assert not quantised.is_packed
-    assert isinstance(quantised.module.blocks[0].mlp.down_proj.weight, QuantizedWeight)
+    assert not load(tmp_path, quantization="int8").is_packed
+
+
+@pytest.mark.usefixtures("every_library_packs")
+@pytest.mark.parametrize("are_codes", [True, False])
+def test_codes_are_packed_where_there_are_products_for_them(
+    are_codes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "PACKED_CODES", library.PACKED if are_codes else set())
+    write_model(tmp_path)
+    found, rows = (load(tmp_path, dtype="bfloat16", quantization="int8", packing_share=share) for share in (0.25, 0.0))
+
+    assert found.is_packed == are_codes
+    packed, original = (each.module.blocks[0].mlp.down_proj.weight for each in (found, rows))
+    assert isinstance(packed, PackedCodes if are_codes else QuantizedWeight)
+    assert torch.equal(packed.plain(torch.float32), original.plain(torch.float32))
 
 
 # --- the layout ----------------------------------------------------------------------------------------------------

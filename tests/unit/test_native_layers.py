@@ -1,15 +1,15 @@
 """All layers in one call: the bits of the same operations one by one, whatever the sizes and how weights lie."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.layers.packed import PackedWeight
-from tandem.engine.layers.quantized import LinearWeight
+from tandem.engine.layers.packed import PackedCodes, PackedWeight
+from tandem.engine.layers.quantized import LinearWeight, quantized
 from tandem.engine.native import library
 from tandem.engine.native.library import BatchView, DecoderView, Kernels, LayerView, LinearView
 
@@ -37,21 +37,30 @@ class Sizes:
 
 
 class Layer:
-    """Random weights, each packed or not."""
+    """Random weights, each plain or codes, packed or not."""
 
     def __init__(self, sizes: Sizes, kernels: Kernels, dtype: torch.dtype, draw: torch.Generator) -> None:
         self.weights: dict[str, tuple[LinearWeight, Tensor | None]] = {}
         for name, (outputs, inputs) in sizes.shapes().items():
             weight = (torch.randn(outputs, inputs, generator=draw) * inputs**-0.5).to(dtype)
             bias = torch.randn(outputs, generator=draw).to(dtype) if name in "qkv" else None
-            is_packed = dtype == torch.bfloat16 and bool(torch.randint(2, (1,), generator=draw))
-            self.weights[name] = (PackedWeight.of(weight, kernels) if is_packed else weight, bias)
+            self.weights[name] = (drawn_kind(weight, kernels, draw), bias)
         self.norms = [(torch.rand(sizes.hidden, generator=draw) + 0.5).to(dtype) for _ in range(2)]
 
     def view(self) -> LayerView:
         before, behind = (norm.data_ptr() for norm in self.norms)
         linears = [LinearView.of(weight, bias) for weight, bias in self.weights.values()]
         return LayerView(before, None, None, behind, *linears)
+
+
+def drawn_kind(weight: Tensor, kernels: Kernels, draw: torch.Generator) -> LinearWeight:
+    is_packed, bits = bool(torch.randint(2, (1,), generator=draw)), int(torch.randint(3, (1,), generator=draw)) * 4
+    if bits == 0:
+        return PackedWeight.of(weight, kernels) if is_packed and weight.dtype == torch.bfloat16 else weight
+    codes = quantized(weight, bits=bits)
+    if torch.randint(2, (1,), generator=draw):
+        codes = replace(codes, offsets=torch.randn(codes.scales.shape, generator=draw) * codes.scales)
+    return PackedCodes.of(codes, kernels) if is_packed else codes
 
 
 @pytest.mark.parametrize("dtype", library.DTYPES, ids=str)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.documents import ModelError
-from tandem.engine.layers.packed import PackedWeight
+from tandem.engine.layers.packed import PackedCodes, PackedWeight
 from tandem.engine.layers.quantized import GROUPS, LinearWeight, Table, quantized
 from tandem.engine.layers.weights import WHOLE
 from tandem.engine.native.library import Kernels
@@ -38,6 +38,7 @@ class WeightSource:
         self._checkpoint = checkpoint
         self._quantization = quantization
         self._packing = packing
+        self._has_rows = packing is None  # linear layers that are not packed
         self._has_data = has_data
 
     def elsewhere(self) -> "WeightSource":
@@ -78,10 +79,21 @@ class WeightSource:
         return self._linear(name, outputs, inputs, rows, WHOLE)
 
     def packed(self, weight: Table) -> LinearWeight:
-        if self._packing is None or not isinstance(weight, Tensor):
+        if self._packing is None:
             return weight
-        self.packed_bytes.append((weight.data_ptr(), weight.nbytes))
-        return PackedWeight.of(weight, self._packing)
+        if isinstance(weight, Tensor):
+            self.packed_bytes.append((weight.data_ptr(), weight.nbytes))
+            return PackedWeight.of(weight, self._packing)
+        if not self._packing.packs_codes(self.dtype, weight):
+            self._has_rows = True
+            return weight
+        self.packed_bytes.append((weight.codes.data_ptr(), weight.codes.nbytes))
+        return PackedCodes.of(weight, self._packing)
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether all linear layers are that were handed out."""
+        return bool(self.packed_bytes) and not self._has_rows
 
     def _linear(self, name: str, outputs: int, inputs: int, rows: slice, columns: slice) -> Table:
         scheme = self._quantization

@@ -84,7 +84,7 @@ def load(
     """One worker's part of a model: the shard that `group` says, of the layers of `stage`; unless told, all of it.
     Digests and layout are those of the whole model.
 
-    dtype: a key of `DTYPES`, or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere).
+    dtype: a key of `DTYPES`, or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere or beside codes).
 
     cache: of digests read before; the user's own when it is None.
 
@@ -99,7 +99,7 @@ def load(
     config = read_config(model_dir, is_embedding=is_embedding, examine=examined_here)
     device = devices.take(device)
     checkpoint, stored = _open(config, model_dir)
-    chosen = _choose_dtype(dtype, stored=stored, device=device)
+    chosen = _choose_dtype(dtype, stored=stored, device=device, of_codes=config.quantization is not None)
     _refuse_overflow(config, chosen)
     scheme = _scheme(config, quantization)
     group = group if group is not None else OneShard()
@@ -123,7 +123,7 @@ def load(
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,
-        is_packed=bool(source.packed_bytes) and scheme is None,
+        is_packed=source.are_packed,
         attention=_attention_rules(config, own_layers),
         layout_fields=_layout_fields(
             config, chosen, weights_digest({n: digests[n] for n in source.taken}), scheme, kv_is_int8, stage.size
@@ -294,7 +294,8 @@ def _config_digest(config: ModelConfig) -> str:
     return hashlib.sha256(repr(computed).encode()).hexdigest()[:32]
 
 
-def _choose_dtype(asked: str, *, stored: str, device: str) -> torch.dtype:
+def _choose_dtype(asked: str, *, stored: str, device: str, of_codes: bool) -> torch.dtype:
+    """of_codes: what is stored stands beside linear layers of few bits, which float32 makes no more exact."""
     if asked in DTYPES:
         return DTYPES[asked]
     if asked != "auto":
@@ -305,6 +306,6 @@ def _choose_dtype(asked: str, *, stored: str, device: str) -> torch.dtype:
         case "BF16":
             return torch.bfloat16
         case "F16":
-            return torch.float32 if device == "cpu" else torch.bfloat16
+            return torch.float32 if device == "cpu" and not of_codes else torch.bfloat16
         case _:
             raise ModelError(f"weights are stored as {stored}, which is not supported; choose another checkpoint")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine.layers import torch_linear
-from tandem.engine.layers.packed import PackedWeight
+from tandem.engine.layers.packed import PackedCodes, PackedWeight
 from tandem.engine.native import library
 
 LEAST_GROUP = 32  # inputs; larger groups are multiples of it, the last one of a row may be shorter
@@ -49,6 +49,14 @@ class QuantizedWeight:
         return self.codes.shape[0], self.inputs
 
     @property
+    def is_packed(self) -> bool:
+        return False
+
+    @property
+    def has_offsets(self) -> bool:
+        return self.offsets is not None
+
+    @property
     def num_bytes(self) -> int:
         tensors = (self.codes, self.scales, self.offsets)
         return sum(each.numel() * each.itemsize for each in tensors if each is not None)
@@ -72,7 +80,7 @@ class QuantizedWeight:
 
 
 Table = Tensor | QuantizedWeight  # [rows, features], that are looked up
-LinearWeight = Table | PackedWeight  # [out_features, in_features]
+LinearWeight = Table | PackedWeight | PackedCodes  # [out_features, in_features]
 
 
 def quantized(weight: Tensor, *, bits: int) -> QuantizedWeight:
@@ -110,7 +118,7 @@ def looked_up(weight: Table, rows: Tensor, dtype: torch.dtype) -> Tensor:
     return _plain(found, 0, torch.empty(rows.shape[0], weight.inputs, dtype=dtype))
 
 
-def product(x: Tensor, weight: QuantizedWeight | PackedWeight, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, weight: QuantizedWeight | PackedWeight | PackedCodes, bias: Tensor | None) -> Tensor:
     """x: [n, in_features] of many rows, or where no kernel takes it; returns [n, out_features]."""
     outputs, inputs = weight.shape
 
@@ -120,7 +128,7 @@ def product(x: Tensor, weight: QuantizedWeight | PackedWeight, bias: Tensor | No
     return torch_linear.linear_by_pieces(x, outputs, bias, piece)
 
 
-def _plain(weight: QuantizedWeight | PackedWeight, first: int, out: Tensor) -> Tensor:
+def _plain(weight: QuantizedWeight | PackedWeight | PackedCodes, first: int, out: Tensor) -> Tensor:
     """As many rows from `first` on as `out` has, there if a kernel makes them."""
     kernels = library.fitting(out)
     if kernels is None:

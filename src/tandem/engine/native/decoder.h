@@ -43,7 +43,7 @@ class Product {
           group_(GROUP_ROWS / tile_ * tile_),
           step_(std::clamp<int64_t>(INPUT_BYTES / rows.tile_bytes() * tile_ / group_, 1, 8) * group_) {
         if constexpr (HAS_TILES<T>) {
-            const auto is_packed = [](const Linear* weight) { return weight->bits == PLAIN_BITS; };
+            const auto is_packed = [](const Linear* weight) { return weight->is_packed && !weight->bits; };
             if (std::all_of(weights.begin(), weights.end(), is_packed)) return;
             static Buffer memory;
             auto* turned = (X*)memory.get(rows.num_tiles() * rows.tile_bytes());
@@ -52,6 +52,18 @@ class Product {
                 for (int64_t k = tile * steps; k < (tile + 1) * steps; k++) turn(x_.from(0)[k], turned[k]);
             });
             turned_ = turned;
+        }
+        if constexpr (HAS_PACKED_CODES<X>) {
+            const auto has_offsets = [](const Linear* weight) { return weight->is_packed && weight->has_offsets; };
+            if (std::none_of(weights.begin(), weights.end(), has_offsets)) return;
+            static Buffer memory;
+            const int64_t size = input_sums_size(inputs_);
+            auto* sums = (float*)memory.get(rows_ * size * sizeof(float));
+            rows.for_tiles(threads, [&](int64_t tile) {
+                const int64_t first = tile * tile_;
+                input_sums(x_.from(first), int(std::min<int64_t>(tile_, rows_ - first)), inputs_, sums + first * size);
+            });
+            input_sums_ = sums;
         }
     }
 
@@ -80,15 +92,20 @@ class Product {
 
     // Where the weight of outputs from n on begins, to be fetched; null without n
     const char* weight_at(const Linear& linear, int64_t n) const {
-        return n < 0 ? nullptr : (const char*)linear.weight + n * row_bytes<T>(linear);
+        return n < 0 ? nullptr : block_at<T>(linear, n);
     }
 
     // next: what is wanted after it, of `weight_at`. to: [GROUP_ROWS, BLOCK]; behind the last row there may be anything then
     void sums(const Linear& linear, int64_t n, int64_t m, int rows, const char* next, float* to) const {
         const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
-        if (HAS_PACKED<X> && linear.bits == PLAIN_BITS) {
+        if (HAS_PACKED<X> && linear.is_packed && !linear.bits) {
             if constexpr (HAS_PACKED<X>) products_packed(x_.from(m), rows, tile_, weight_at(linear, n), inputs_, next, to);
-        } else if (linear.bits) {
+        } else if (HAS_PACKED_CODES<X> && linear.is_packed) {
+            if constexpr (HAS_PACKED_CODES<X>) {
+                const float* of = input_sums_ ? input_sums_ + m * input_sums_size(inputs_) : nullptr;
+                products_packed_codes(x_.from(m), of, rows, tile_, weight_at(linear, n), linear, next, to);
+            }
+        } else if (linear.bits || linear.is_packed) {
             of_codes(for_plain(m), rows, linear, n, outputs, next, to);
         } else {
             const X* x = for_plain(m);
@@ -114,13 +131,13 @@ class Product {
     void of_codes(const X* x, int rows, const Linear& linear, int64_t n, int outputs, const char* next,
                   float* to) const {
         if constexpr (constexpr int EXPANDED = EXPANDED_ROWS<X, T>; EXPANDED > 0)
-            if (linear.bits != PLAIN_BITS && rows <= EXPANDED && outputs == BLOCK)
+            if (!linear.is_packed && rows <= EXPANDED && outputs == BLOCK)
                 return products_of_codes<T>(x, rows, linear, n, next, to);
         static thread_local Buffer buffer;
         T* weight = (T*)buffer.get(outputs * inputs_ * sizeof(T));
         for (int i = 0; i < outputs; i++) plain_row(linear, n + i, weight + i * inputs_);
-        const int64_t bytes = outputs * row_bytes<T>(linear);
-        const int times = times_read<X, T>(rows, tile_) * int(8 * sizeof(T) / linear.bits);
+        const int64_t bytes = block_at<T>(linear, BLOCK) - block_at<T>(linear, 0);
+        const int times = times_read<X, T>(rows, tile_) * int(linear.bits ? 8 * sizeof(T) / linear.bits : 1);
         const Ahead ahead(nullptr, next, 0, bytes, times);
         products(x, rows, tile_, (const T*)weight, outputs, inputs_, ahead, to);
     }
@@ -129,6 +146,7 @@ class Product {
 
     const InputRows<T>& x_;
     const X* turned_ = nullptr;  // the same, for weights that are not packed; or null
+    const float* input_sums_ = nullptr;  // [rows][input_sums_size], for packed codes with offsets; or null
     int64_t rows_, inputs_;
     int threads_, tile_;
     int64_t group_, step_;  // rows that go through a block together; and then through the next

@@ -54,6 +54,14 @@ void tandem_pack(const void* weight, int64_t outputs, int64_t inputs, void* to, 
     });
 }
 
+// rows: codes in rows; to: as `packed_codes.h` says, the weight of `layer`, which is like it otherwise
+void tandem_pack_codes(const Linear* rows, const Linear* layer, void* to, int threads) {
+    const std::lock_guard lock(turn_taking);
+    Pool::instance().run(threads, ceil_div(rows->outputs, BLOCK), [&](int64_t block) {
+        pack_codes(*rows, *layer, block * BLOCK, (char*)to + block * packed_codes_bytes(*layer));
+    });
+}
+
 // Rows [first, first + count) of a weight that is codes or packed; to: [count, inputs]
 void tandem_plain_rows(int is_bf16, const Linear* layer, int64_t first, int64_t count, void* to, int threads) {
     with_type(is_bf16, [&](auto kind) {

@@ -36,7 +36,9 @@ NEEDS: dict[str, frozenset[str]] = {
 ONE_ORDER = ("avx512", "avx2")
 SPIN_NS = 200_000  # between two steps it is milliseconds, between two loops of a step it is microseconds
 MOST_HEAD_DIM = 512
-PACKED = {("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16)}  # that multiply packed weights as they lie
+# That multiply packed weights as they lie, and packed codes
+PACKED = {("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16)}
+PACKED_CODES = {("avx512_bf16", torch.bfloat16)}
 PACKED_MULTIPLE = 32  # outputs and inputs of a packed weight
 DTYPES = (torch.float32, torch.bfloat16)  # others are torch's
 
@@ -44,7 +46,7 @@ SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA = 158, 0x1023, 18
 
 
 class Codes(Protocol):
-    """A weight that does not lie in rows: of few bits (`quantized.h`), or packed (`packed.h`)."""
+    """A weight that is not plain rows: of few bits (`quantized.h`), or packed (`packed.h`, `packed_codes.h`)."""
 
     @property
     def codes(self) -> Tensor: ...
@@ -57,6 +59,10 @@ class Codes(Protocol):
     @property
     def group(self) -> int: ...
     @property
+    def is_packed(self) -> bool: ...
+    @property
+    def has_offsets(self) -> bool: ...
+    @property
     def shape(self) -> tuple[int, int]: ...
 
 
@@ -64,6 +70,7 @@ class LinearView(Structure):
     _fields_ = [
         *(("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)),
         *(("scales", c_void_p), ("offsets", c_void_p), ("bits", c_int64), ("group", c_int64)),
+        *(("is_packed", c_int64), ("has_offsets", c_int64)),
     ]
 
     @classmethod
@@ -74,7 +81,7 @@ class LinearView(Structure):
             assert weight.is_contiguous()
             return cls(weight.data_ptr(), at_bias, *weight.shape)
         scales, offsets = (None if each is None else each.data_ptr() for each in (weight.scales, weight.offsets))
-        values = (scales, offsets, weight.bits, weight.group)
+        values = (scales, offsets, weight.bits, weight.group, weight.is_packed, weight.has_offsets)
         return cls(weight.codes.data_ptr(), at_bias, *weight.shape, *values)
 
 
@@ -142,6 +149,7 @@ class Kernels:
         library = ctypes.CDLL(str(path))
         self._linear = _function(library.tandem_linear, "ipqppi")
         self._pack = _function(library.tandem_pack, "pqqpi")
+        self._pack_codes = _function(library.tandem_pack_codes, "pppi")
         self._plain_rows = _function(library.tandem_plain_rows, "ipqqpi")
         self._rms_norm = _function(library.tandem_rms_norm, "ipqqpdpi")
         self._rotate = _function(library.tandem_rotate, "ipqqqppi")
@@ -174,6 +182,15 @@ class Kernels:
         out = weight.new_empty(outputs, inputs)
         self._pack(_address(weight), *weight.shape, _address(out), torch.get_num_threads())
         return out
+
+    def packs_codes(self, dtype: torch.dtype, weight: Codes) -> bool:
+        """The same of a weight of few bits. Offsets are multiplied with sums of so many inputs."""
+        return (self.name, dtype) in PACKED_CODES and not (weight.has_offsets and weight.group % PACKED_MULTIPLE)
+
+    def pack_codes(self, rows: Codes, packed: Codes) -> None:
+        """Fills the codes of `packed`, which says what they become."""
+        views = (LinearView.of(each, None) for each in (rows, packed))
+        self._pack_codes(*map(byref, views), packed.codes.data_ptr(), torch.get_num_threads())
 
     def plain_rows(self, weight: Codes, first: int, out: Tensor) -> Tensor:
         """Rows of a weight from `first` on, as many as `out` [n, inputs] has."""

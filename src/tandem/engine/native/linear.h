@@ -16,10 +16,12 @@
 #pragma once
 
 #include "buffer.h"
+#include "packed_codes.h"
 #include "pool.h"
 
 #if defined(__AVX512F__)
 #include "products_amx.h"
+#include "products_codes.h"
 #include "products_packed.h"
 #else
 #include "products_avx2.h"
@@ -37,6 +39,17 @@ constexpr bool HAS_PACKED = false;
 
 template <>
 constexpr bool HAS_PACKED<bf16> = true;
+
+#endif
+
+// Whether they are multiplied with packed codes as they lie
+template <class X>
+constexpr bool HAS_PACKED_CODES = false;
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+
+template <>
+constexpr bool HAS_PACKED_CODES<bf16> = true;
 
 #endif
 

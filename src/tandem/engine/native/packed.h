@@ -14,7 +14,6 @@
 
 namespace tandem {
 
-constexpr int64_t PLAIN_BITS = 16;     // of a `Linear` whose weight lies like this
 constexpr int64_t PAIRED_INPUTS = 32;  // a row has a multiple of so many
 
 inline int64_t packed_row_bytes(int64_t inputs) { return ceil_div(inputs, PAIRED_INPUTS) * PAIRED_INPUTS * sizeof(bf16); }

@@ -20,17 +20,18 @@ constexpr int64_t LEAST_GROUP = 32;  // groups have a multiple of so many inputs
 
 // Shared with Python, see `library.py`. Null stands for what a layer does not have.
 struct Linear {
-    const void* weight;  // [outputs, inputs]; or codes, or packed (`packed.h`)
+    const void* weight;  // [outputs, inputs]; or codes, or packed
     const void* bias;    // [outputs]
     int64_t outputs, inputs;
-    const float *scales, *offsets;  // [outputs, groups]; of codes
-    int64_t bits, group;            // 0: the weight is of the type that is computed with, in rows; PLAIN_BITS: packed
+    const float *scales, *offsets;  // [outputs, groups]; of codes in rows
+    int64_t bits, group;            // of codes; 0: the weight is of the type that is computed with
+    int64_t is_packed;              // in the order of `packed.h`, or of `packed_codes.h`
+    int64_t has_offsets;            // of packed codes
 };
 
 template <class T>
 inline int64_t row_bytes(const Linear& layer) {
     if (layer.bits == 4) return ceil_div(layer.inputs, PACKED_INPUTS) * PACKED_BYTES;
-    if (layer.bits == PLAIN_BITS) return packed_row_bytes(layer.inputs);
     return layer.inputs * (layer.bits ? sizeof(int8_t) : sizeof(T));
 }
 
@@ -188,11 +189,9 @@ inline void dequantize_bytes(const int8_t* codes, Groups groups, int64_t group, 
     for (; k < inputs; k += LANES) store_at(to, some(part, k), k, inputs);
 }
 
-// Row n of a weight that is codes or packed, to [inputs]
+// Row n of a weight that is codes in rows, to [inputs]
 template <class T>
-inline void plain_row(const Linear& layer, int64_t n, T* to) {
-    if constexpr (sizeof(T) == sizeof(bf16))
-        if (layer.bits == PLAIN_BITS) return unpack_row(layer.weight, n, layer.inputs, to);
+inline void dequantize_row(const Linear& layer, int64_t n, T* to) {
     const int64_t first = n * ceil_div(layer.inputs, layer.group);
     const Groups groups{layer.scales + first, layer.offsets ? layer.offsets + first : nullptr};
     const uint8_t* codes = (const uint8_t*)layer.weight + n * row_bytes<T>(layer);

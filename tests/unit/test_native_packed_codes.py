@@ -1,0 +1,111 @@
+"""Packed codes: the products of fp64 with what they stand for, whatever the rows and threads, and the codes again."""
+
+import pytest
+import torch
+
+from quantized_weights import SHAPES, SIXTEENS, drawn
+from tandem.engine.layers.packed import PackedCodes
+from tandem.engine.layers.product import product
+from tandem.engine.layers.quantized import QuantizedWeight
+from tandem.engine.native import library
+
+VARIANTS = library.available()
+KINDS = ((8, False), (8, True), (6, False), (6, True), (4, False), (4, True))  # bits, and whether there are offsets
+MORE_SHAPES = (
+    (3, 40, 700, 192),
+    (14, 66, 520, 512),
+    (25, 33, 290, 96),
+)  # groups that end within what is widened at once
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def cases(draw: torch.Generator, bits: int, offsets: bool) -> list[tuple[int, QuantizedWeight, torch.Tensor]]:
+    """Rows, a weight, and what it stands for in fp64."""
+    shapes = SHAPES + MORE_SHAPES + (SIXTEENS if bits > 4 and not offsets else ())
+    return [
+        (rows, *drawn(draw, outputs, inputs, bits=bits, group=group, offsets=offsets))
+        for rows, outputs, inputs, group in shapes
+    ]
+
+
+@pytest.mark.parametrize(("bits", "offsets"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
+    name: str, dtype: torch.dtype, bits: int, offsets: bool, draw: torch.Generator
+) -> None:
+    kernels = library.opened(name)
+    for rows, weight, exact in cases(draw, bits, offsets):
+        outputs, inputs = weight.shape
+        packed = PackedCodes.of(weight, kernels)
+        x = torch.randn(rows, inputs, generator=draw).to(dtype)
+        is_rounded = (
+            dtype == torch.bfloat16 and (name, dtype) not in library.PACKED_CODES
+        )  # a weight, before it is used
+        for bias in (None, torch.randn(outputs, generator=draw).to(dtype)):
+            torch.set_num_threads(1)
+            found = kernels.linear(x, packed, bias)
+
+            sums = x.double() @ exact.T + (0 if bias is None else bias.double())
+            added = (x.double().abs() @ exact.abs().T + (0 if bias is None else bias.double().abs())).max()
+            bound = 2e-6 if dtype == torch.float32 else 2**-7
+            assert (found.double() - sums).abs().max() <= bound * added * (1 + inputs / 1000) * (1 + is_rounded)
+            torch.set_num_threads(2)
+            assert torch.equal(kernels.linear(x, packed, bias), found), "threads do not show"
+            torch.set_num_threads(1)
+            for row in {0, rows // 2, rows - 1}:
+                assert torch.equal(kernels.linear(x[row:][:1], packed, bias), found[row:][:1]), "nor other rows"
+            if (name, dtype) not in library.PACKED_CODES:
+                assert torch.equal(kernels.linear(x, weight, bias), found), "it is packed, and nothing else"
+
+
+@pytest.mark.skipif(not any((name, torch.bfloat16) in library.PACKED_CODES for name in VARIANTS), reason="no products")
+@pytest.mark.parametrize(("bits", "offsets"), KINDS)
+def test_a_weight_is_not_rounded(bits: int, offsets: bool, draw: torch.Generator) -> None:
+    """Sums of whole numbers that bf16 holds, with scales and offsets that it does not hold, are exact."""
+    kernels = library.opened("avx512_bf16")
+    group, outputs, inputs = 32, 40, 96
+    half = 1 << (bits - 1)
+    codes = torch.randint(-half, half, (outputs, inputs), dtype=torch.int8, generator=draw)
+    scales = 1 + torch.randint(1, 1 << 10, (outputs, 1), generator=draw).repeat(1, inputs // group) / (1 << 12)
+    added = torch.randint(1, 1 << 12, (outputs, 1), generator=draw).repeat(1, inputs // group) / (1 << 12)
+    packed = PackedCodes.of(
+        QuantizedWeight.of(
+            codes, scales, added if offsets else None, bits=max(bits, 4) if bits != 6 else 8, group=group
+        ),
+        kernels,
+    )
+    x = torch.zeros(13, inputs)
+    x[:, 5] = x[:, 70] = 1.0
+    exact = codes.double() * scales.double().repeat_interleave(group, 1)
+    if offsets:
+        exact += added.double().repeat_interleave(group, 1)
+
+    assert torch.equal(kernels.linear(x.bfloat16(), packed, None), (x.double() @ exact.T).bfloat16())
+
+
+@pytest.mark.parametrize(("bits", "offsets"), KINDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_codes_are_found_again(name: str, bits: int, offsets: bool, draw: torch.Generator) -> None:
+    kernels = library.opened(name)
+    for _, weight, _ in cases(draw, bits, offsets):
+        packed = PackedCodes.of(weight, kernels)
+
+        assert packed.shape == weight.shape
+        assert packed.bits == bits or weight.shape[0] * weight.shape[1] < 100, "codes of 8 bits may be small by chance"
+        assert torch.equal(packed.plain(torch.float32), weight.plain(torch.float32))
+        first = weight.shape[0] // 3
+        rows = weight.plain(torch.bfloat16, first=first)
+        assert torch.equal(packed.plain(torch.bfloat16, first=first), rows)
+        assert torch.equal(kernels.plain_rows(packed, first, torch.empty_like(rows)), rows)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_where_no_kernel_takes_the_rows_torch_multiplies_them(name: str, draw: torch.Generator) -> None:
+    weight, exact = drawn(draw, 70, 130, bits=4, group=32, offsets=True)
+    packed = PackedCodes.of(weight, library.opened(name))
+    x = torch.randn(130, 9, generator=draw).bfloat16().T
+    assert library.fitting(x) is None, "rows that do not lie one after the other"
+
+    torch.testing.assert_close(product(x, packed), (x.double() @ exact.T).bfloat16(), rtol=0.05, atol=0.5)
