@@ -15,6 +15,7 @@ from shard_group import ThreadGroup, on_every_shard
 from tiny_models import make_llama, make_phi3, make_qwen3_moe
 from torch import Tensor
 
+from tandem.engine.layers.packed import PackedCodes
 from tandem.engine.layers.quantized import QuantizedWeight
 from tandem.engine.model_config import ModelError
 from tandem.engine.native import library
@@ -59,6 +60,32 @@ def test_a_quantised_checkpoint_computes_what_its_dequantised_weights_do(
         assert (found - expected).abs().max() < NEAR * max(1.0, expected.abs().max().item())
         assert expected.std() > 0.1, "there is something to compare"
     assert isinstance(load(ours).module.blocks[1].mlp.down_proj.weight, QuantizedWeight)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_in_bfloat16_it_does_so_but_for_rounding(name: str, tmp_path: Path) -> None:
+    make_llama(tmp_path / "source", **SIZES)
+    ours, plain = quantised_pair(tmp_path / "source", FORMATS[name], tmp_path)
+    for length in (5, 90):
+        prompt = prompt_of(length)
+        exact = answer(plain, prompt)
+        found, rounded = (answer(where, prompt, dtype="bfloat16") for where in (ours, plain))
+
+        assert (found - exact).norm() < 1.5 * (rounded - exact).norm(), "no further off than the plain one"
+    kernels, weight = library.best(), load(ours, dtype="bfloat16").module.blocks[1].mlp.down_proj.weight
+    assert isinstance(weight, PackedCodes) == (kernels is not None and kernels.packs_codes(torch.bfloat16, weight))
+
+
+@pytest.mark.parametrize(("is_quantised", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_float16_is_computed_as_bfloat16_where_it_stands_beside_codes(
+    is_quantised: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_llama(tmp_path / "source", **SIZES)
+    where = quantised_pair(tmp_path / "source", FORMATS["awq"], tmp_path)[0 if is_quantised else 1]
+    tensors = load_file(where / "model.safetensors")
+    save_file({n: t.half() if t.is_floating_point() else t for n, t in tensors.items()}, where / "model.safetensors")
+
+    assert load(where).dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
