@@ -101,27 +101,30 @@ def coded(tensor: Any, rows: npt.NDArray[np.int64]) -> QuantizedWeight:
     """These rows of a tensor."""
     kind, layout = tensor.tensor_type, LAYOUTS[tensor.tensor_type.name]
     data: Bytes = tensor.data[rows]
-    size = gguf.GGML_QUANT_SIZES[kind][1]
-    is_scale = np.zeros(size, dtype=bool)
-    is_scale[layout.scales] = True
-
-    def made(*, unit: bool = False, same: bytes | None = None, minima: bool = False) -> Numbers:
-        """What the library makes of the rows with other scales or codes. minima: they stay."""
-        blocks = data.reshape(-1, size).copy()
-        if unit:
-            blocks[:, is_scale] = np.frombuffer(layout.unit, np.uint8)
-        if same is not None:
-            blocks[:, ~is_scale] = np.frombuffer(same, np.uint8)
-        if layout.minima is not None and not minima:
-            blocks[:, layout.minima] = 0
-        return gguf.quants.dequantize(blocks.reshape(data.shape), kind)
 
     def of_groups(numbers: Numbers) -> torch.Tensor:
         return torch.from_numpy(numbers[:, :: layout.group].copy())
 
-    scales = of_groups(made(same=layout.same) / made(unit=True, same=layout.same))
+    same = made(data, kind, same=layout.same)
+    unit = made(data[:1, : gguf.GGML_QUANT_SIZES[kind][1]], kind, unit=True, same=layout.same)[0, 0]
+    scales = of_groups(same) / unit
     offsets = None
     if layout.minima is not None:
-        offsets = of_groups(made(same=bytes(len(layout.same)), minima=True)) + layout.middle * scales
-    codes = torch.from_numpy(made(unit=True) - layout.middle).to(torch.int8)
+        offsets = of_groups(made(data, kind, same=bytes(len(layout.same)), minima=True)) + layout.middle * scales
+    codes = torch.from_numpy(made(data, kind, unit=True) - layout.middle).to(torch.int8)
     return QuantizedWeight.of(codes, scales, offsets, bits=layout.bits, group=layout.group)
+
+
+def made(data: Bytes, kind: Any, *, unit: bool = False, same: bytes | None = None, minima: bool = False) -> Numbers:
+    """What the library makes of rows with other scales or codes. minima: they stay."""
+    layout, size = LAYOUTS[kind.name], gguf.GGML_QUANT_SIZES[kind][1]
+    is_scale = np.zeros(size, dtype=bool)
+    is_scale[layout.scales] = True
+    blocks = data.reshape(-1, size).copy()
+    if unit:
+        blocks[:, is_scale] = np.frombuffer(layout.unit, np.uint8)
+    if same is not None:
+        blocks[:, ~is_scale] = np.frombuffer(same, np.uint8)
+    if layout.minima is not None and not minima:
+        blocks[:, layout.minima] = 0
+    return gguf.quants.dequantize(blocks.reshape(data.shape), kind)

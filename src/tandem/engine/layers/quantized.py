@@ -144,15 +144,13 @@ def packed_bytes(inputs: int, bits: int) -> int:
 def _packed(codes: Tensor) -> Tensor:
     """[outputs, inputs] int8 to [outputs, bytes] uint8"""
     blocks = -(-codes.shape[1] // PACKED_INPUTS)
-    padded = functional.pad(codes + 8, (0, blocks * PACKED_INPUTS - codes.shape[1]))
-    nibbles = padded.view(codes.shape[0], blocks, 4, 32).to(torch.int32)
-    words = nibbles[:, :, 0] | nibbles[:, :, 1] << 4 | nibbles[:, :, 2] << 8 | nibbles[:, :, 3] << 12
-    return torch.stack((words & 255, words >> 8), dim=-1).to(torch.uint8).view(codes.shape[0], -1)
+    stored = functional.pad((codes + 8).view(torch.uint8), (0, blocks * PACKED_INPUTS - codes.shape[1]))
+    first, second, third, fourth = stored.view(codes.shape[0], blocks, 4, 32).unbind(dim=2)
+    return torch.stack((second << 4 | first, fourth << 4 | third), dim=-1).view(codes.shape[0], -1)
 
 
 def _unpacked(packed: Tensor, inputs: int) -> Tensor:
     """The inverse of `_packed`: [outputs, inputs] int8"""
-    halves = packed.view(packed.shape[0], -1, 32, 2).to(torch.int32)
-    words = halves[..., 0] | halves[..., 1] << 8
-    nibbles = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=2)
-    return (nibbles.reshape(packed.shape[0], -1)[:, :inputs] - 8).to(torch.int8)
+    low, high = packed.view(packed.shape[0], -1, 32, 2).unbind(dim=-1)
+    nibbles = torch.stack((low & 15, low >> 4, high & 15, high >> 4), dim=2)
+    return nibbles.reshape(packed.shape[0], -1)[:, :inputs].view(torch.int8) - 8
