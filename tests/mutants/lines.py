@@ -1790,6 +1790,35 @@ OTHERS = (
         "return kernels",
         "unit/test_engine_weights.py::test_weights_that_take_much_of_the_memory_stay_mapped",
     ),
+    # decision 043: codes are packed, too, and in which type they are computed
+    Break(
+        "offsets_of_sixteen_inputs_are_packed",
+        "engine/native/library.py",
+        "return (self.name, dtype) in PACKED_CODES and not (weight.has_offsets and weight.group % PACKED_MULTIPLE)",
+        "return (self.name, dtype) in PACKED_CODES",
+        "unit/test_native_packed_codes.py::test_offsets_of_groups_of_sixteen_are_not_packed",
+    ),
+    Break(
+        "all_codes_of_eight_bits_are_taken_for_six",
+        "engine/layers/packed.py",
+        "return bool(least >= -32) and bool(most < 32)",
+        "return True",
+        "unit/test_native_packed_codes.py::test_the_codes_are_found_again",
+    ),
+    Break(
+        "codes_that_stay_in_rows_count_as_packed",
+        "engine/weight_source.py",
+        "return bool(self.packed_bytes) and not self._has_rows",
+        "return bool(self.packed_bytes)",
+        "unit/test_engine_weights.py::test_codes_are_packed_where_there_are_products_for_them",
+    ),
+    Break(
+        "float16_beside_codes_is_computed_as_float32",
+        "engine/weights.py",
+        'return torch.float32 if device == "cpu" and not of_codes else torch.bfloat16',
+        'return torch.float32 if device == "cpu" else torch.bfloat16',
+        "e2e_cpu/test_quantized_checkpoints.py::test_float16_is_computed_as_bfloat16_where_it_stands_beside_codes",
+    ),
     Break(
         "the_page_where_a_weight_begins_leaves_with_it",
         "engine/mapped_files.py",

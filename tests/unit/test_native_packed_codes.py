@@ -101,6 +101,16 @@ def test_the_codes_are_found_again(name: str, bits: int, offsets: bool, draw: to
         assert torch.equal(kernels.plain_rows(packed, first, torch.empty_like(rows)), rows)
 
 
+@pytest.mark.skipif(not VARIANTS, reason="no libraries")
+def test_offsets_of_groups_of_sixteen_are_not_packed(draw: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets are multiplied with the sums of 32 inputs."""
+    kernels = library.opened(VARIANTS[0])
+    monkeypatch.setattr(library, "PACKED_CODES", {(VARIANTS[0], torch.bfloat16)})
+    for group, offsets, packs in ((16, True, False), (16, False, True), (32, True, True)):
+        weight, _ = drawn(draw, 32, 64, bits=8, group=group, offsets=offsets)
+        assert kernels.packs_codes(torch.bfloat16, weight) == packs
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_where_no_kernel_takes_the_rows_torch_multiplies_them(name: str, draw: torch.Generator) -> None:
     weight, exact = drawn(draw, 70, 130, bits=4, group=32, offsets=True)
