@@ -38,11 +38,14 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, object]]] = {
     "olmoe_experts": ("olmoe", "OlmoeForCausalLM", EXPERTS),
 }
 NAMES = tuple(ARCHITECTURES)
+UNFIT: dict[str, tuple[str, str, dict[str, object]]] = {
+    "roberta": ("roberta", "RobertaForCausalLM", {"is_decoder": True, "pad_token_id": 1}),  # begins to count behind it
+}
 
 
 def make(name: str, where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
-    """Of `ARCHITECTURES`; what would hide that it is missing is random, too."""
-    model_type, architecture, particular = ARCHITECTURES[name]
+    """Of `ARCHITECTURES` or `UNFIT`; what would hide that it is missing is random, too."""
+    model_type, architecture, particular = (ARCHITECTURES | UNFIT)[name]
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[model_type](**{**LLAMA, **particular, **changes})
     config._attn_implementation = "eager"

@@ -329,3 +329,10 @@ def test_a_model_that_says_something_else_through_the_port_is_not_served(
 
     with pytest.raises(ModelError, match="its scores through Tandem's attention differ"):
         load(tmp_path)
+
+
+def test_a_model_whose_first_position_is_another_one_is_not_served(tmp_path: Path) -> None:
+    make("roberta", tmp_path)
+
+    with pytest.raises(ModelError, match="its scores through Tandem's attention differ"):
+        load(tmp_path)

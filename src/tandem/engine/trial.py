@@ -2,7 +2,8 @@
 
 One text in chunks, beside another one, by our attention; each of them whole, by the attention of transformers. So what
 mixes tokens outside of attention shows, and positions that are counted instead of read. They are the last positions of
-the longest context: what depends on how far a text has come shows there. Masks were looked at before
+the longest context, where what depends on how far a text has come shows, and then the first ones, of which transformers
+is told nothing: RoBERTa begins to count behind the number of its padding. Masks were looked at before
 (`models/transformers_examination.py`), over the whole context.
 """
 
@@ -38,8 +39,8 @@ MOST_ERROR_IN_16_BITS = 0.2
 class Borrowed(Model, Protocol):
     """A model whose code is somebody else's, which can also run without us."""
 
-    def alone(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """fp32 [t, vocab]: the scores after each token of one text, by its own attention."""
+    def alone(self, token_ids: Tensor, positions: Tensor | None) -> Tensor:
+        """fp32 [t, vocab]: the scores after each token of one text, by its own attention. positions: unless its own."""
         ...
 
 
@@ -61,6 +62,7 @@ def _run(
     module: Borrowed, config: ModelConfig, shape: KvShape, rules: AttentionRules, dtype: torch.dtype, device: str
 ) -> None:
     lengths = [min(length, config.max_context) for length in LENGTHS]
+    end = config.max_context - max(lengths)
     pages = [range(3), range(3, 4)]
     texts = [
         _text(number, length, own, config.vocab_size)
@@ -69,13 +71,14 @@ def _run(
     kv = KvMemory(shape, page_size=PAGE_SIZE, num_pages=pages[-1].stop, dtype=dtype, device=device)
     try:
         attention = attention_backend(DEFAULT_ATTENTION_BACKEND)(kv, rules=rules, deterministic=False)
-        found = _through_the_port(module, kv, attention, texts, shift=config.max_context - max(lengths))
+        last, first = (_through_the_port(module, kv, attention, texts, shift=shift) for shift in (end, 0))
     finally:
         kv.close()
-    for text, ours in zip(texts, found, strict=True):
+    for text, at_the_end, at_the_beginning in zip(texts, last, first, strict=True):
         ids = torch.tensor(text.tokens.tolist(), device=device)
-        positions = torch.arange(len(text.tokens), device=device) + config.max_context - max(lengths)
-        _compare(config, ours, module.alone(ids, positions)[-1], dtype)
+        positions = torch.arange(len(text.tokens), device=device) + end
+        _compare(config, at_the_end, module.alone(ids, positions)[-1], dtype)
+        _compare(config, at_the_beginning, module.alone(ids, None)[-1], dtype)
 
 
 def _text(number: int, length: int, pages: range, vocab_size: int) -> EngineSequence:

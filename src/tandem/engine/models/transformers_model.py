@@ -79,11 +79,14 @@ class TransformersModel:
         raise ModelError(WITHOUT_PROMISE)
 
     @torch.inference_mode()
-    def alone(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """fp32 [t, vocab]: what transformers says after each token of one text, with its own attention."""
+    def alone(self, token_ids: Tensor, positions: Tensor | None) -> Tensor:
+        """fp32 [t, vocab]: what transformers says after each token of one text, with its own attention, and unless
+        told with its own positions.
+        """
+        told = {} if positions is None else {"position_ids": positions[None]}
         self._model.set_attn_implementation(THEIRS)
         try:
-            said = self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            said = self._model(input_ids=token_ids[None], **told, use_cache=False)
         finally:
             self._model.set_attn_implementation(OURS)
         return said.logits[0].float()
