@@ -47,7 +47,12 @@ GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "num_hidden_layers": 7,
 }
-PHI3 = {**CONFIG, "architectures": ["Phi3ForCausalLM"], "head_dim": 8}
+PHI3 = {
+    **CONFIG,
+    "architectures": ["Phi3ForCausalLM"],
+    "head_dim": 8,
+    "original_max_position_embeddings": 32,
+}
 OLMO2 = {**CONFIG, "architectures": ["Olmo2ForCausalLM"]}
 MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
 GRANITE = {
@@ -269,6 +274,7 @@ def test_a_window_that_contradicts_itself_is_refused(changes: dict, named: str) 
         (MISTRAL, "mlp_bias", True),
         (QWEN2, "attention_bias", False),
         (QWEN2, "mlp_bias", True),
+        (QWEN, "mlp_bias", True),
         (PHI3, "attention_bias", True),
         (OLMO2, "mlp_bias", True),
     ],
@@ -679,9 +685,19 @@ def test_longrope_ends_where_it_was_stretched_from() -> None:
     assert found.max_context == 32
     assert found.rope.parameters["attention_factor"] == pytest.approx(math.sqrt(1 + math.log(2) / math.log(32)))
     assert parsed(PHI3, rope_scaling={**LONGROPE, "rope_type": "su"}) == found
+    assert parsed(PHI3, rope_scaling={**LONGROPE, "type": "su"}) == found  # as transformers saves the older name
     outside = {name: value for name, value in LONGROPE.items() if name != "original_max_position_embeddings"}
-    assert parsed(PHI3, rope_scaling=outside, original_max_position_embeddings=32) == found
+    assert parsed(PHI3, rope_scaling=outside) == found
     assert parsed(PHI3, rope_scaling=LONGROPE, max_position_embeddings=16).rope.parameters["attention_factor"] == 1
+
+
+def test_a_phi_that_says_nothing_beside_its_angles_was_stretched_from_4096_tokens() -> None:
+    """transformers has it so, and then does not read what the angles say themselves."""
+    silent = {**PHI3, "original_max_position_embeddings": None, "max_position_embeddings": 8192}
+    outside = {name: value for name, value in LONGROPE.items() if name != "original_max_position_embeddings"}
+
+    assert parsed(silent, rope_scaling=outside).rope.parameters["original_max_position_embeddings"] == 4096
+    assert "has original_max_position_embeddings 32, and beside it 4096 holds" in refused(silent, rope_scaling=LONGROPE)
 
 
 def test_a_part_of_the_head_is_turned_where_the_architecture_can() -> None:

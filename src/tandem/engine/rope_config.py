@@ -104,10 +104,11 @@ def _read(given: Fields, config: Fields, default_theta: float) -> RopeConfig:
 
 
 def _kind(given: Fields) -> str:
-    kind = given.text("rope_type", default=given.text("type", default="default"))
-    if given.has("type") and given.values["type"] != kind:
+    older = given.text("type", default=given.text("rope_type", default="default"))
+    newer = given.text("rope_type", default=older)
+    kind = OTHER_NAMES.get(newer, newer)
+    if kind != OTHER_NAMES.get(older, older):
         raise ModelError(f"{given.where}: type and rope_type contradict each other; remove the wrong one")
-    kind = OTHER_NAMES.get(kind, kind)
     if kind not in KINDS:
         raise ModelError(f"the rotary scaling {shown(kind)} is not supported; known are {', '.join(KINDS)}")
     return kind
@@ -168,7 +169,7 @@ def _trained(given: Fields, config: Fields) -> int:
     outside = config.integer(ORIGINAL, most=MOST_POSITIONS, default=longest)
     inside = given.integer(ORIGINAL, most=MOST_POSITIONS, default=outside)
     if config.has(ORIGINAL) and inside != outside:
-        raise ModelError(f"{given.where} and config.json name two {ORIGINAL}; remove the wrong one")
+        raise ModelError(f"{given.where} has {ORIGINAL} {inside}, and beside it {outside} holds; remove the wrong one")
     return inside
 
 

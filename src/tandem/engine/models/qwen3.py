@@ -18,5 +18,5 @@ def block(layer: Loader) -> DecoderLayer:
         qk_norm=layer.head_norms("self_attn.q_norm", "self_attn.k_norm"),
         o_proj=layer.output("self_attn.o_proj", bias=config.attention_bias),
         before_mlp=layer.norm("post_attention_layernorm"),
-        mlp=layer.mlp("mlp", bias=config.mlp_bias),
+        mlp=layer.mlp("mlp", bias=False),
     )

@@ -103,10 +103,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family("olmo2", {"rms_norm_eps": 1e-5}, fixed={"mlp_bias": False}),
     "Phi3ForCausalLM": Family(
-        "phi3", {"rms_norm_eps": 1e-5}, computes_window=True, fixed=_NO_BIAS, may_turn_a_part=True
+        "phi3",
+        {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        computes_window=True,
+        fixed=_NO_BIAS,
+        may_turn_a_part=True,
     ),
     "Qwen2ForCausalLM": Family("qwen2", {"num_key_value_heads": 32}, has_window_unless_told=False, fixed=_QKV_BIAS),
-    "Qwen3ForCausalLM": Family("qwen3", {"num_key_value_heads": 32, "head_dim": 128}, has_window_unless_told=False),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        {"num_key_value_heads": 32, "head_dim": 128},
+        has_window_unless_told=False,
+        fixed={"mlp_bias": False},
+    ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         _QWEN3_MOE,
@@ -115,7 +124,7 @@ FAMILIES: dict[str, Family] = {
         computes=_COUNTS,
         expert_size="moe_intermediate_size",
     ),
-    "SDARForCausalLM": Family("sdar", _SDAR, has_window_unless_told=False, has_blocks=True),
+    "SDARForCausalLM": Family("sdar", _SDAR, has_window_unless_told=False, fixed={"mlp_bias": False}, has_blocks=True),
     "BertForSequenceClassification": Family("bert", is_encoder=True, scores=True),
     "BertModel": Family("bert", is_encoder=True),
 }
