@@ -107,6 +107,19 @@ def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
     assert render(made(tmp_path, {"chat_template": templates})) == "plain"
 
 
+def test_the_others_of_several_templates_may_be_in_a_folder(tmp_path: Path) -> None:
+    """As transformers saves them, and reads them: a chat with tools has one of its own."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    ours = made(tmp_path, {"chat_template": "old", "tokenizer_class": "PreTrainedTokenizerFast"}, template_file="plain")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+
+    assert ours.templates == theirs.chat_template
+    assert render(ours) == "plain"
+    assert render(ours, tools=[{"type": "function"}]) == "tools"
+
+
 def test_a_template_can_refuse(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="no system message"):
         render(made(tmp_path, {"chat_template": "{{ raise_exception('no system message') }}"}))

@@ -295,10 +295,12 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. A file of its own wins over `tokenizer_config.json`, as in transformers."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
+    """Chat templates by name. Files of their own win over `tokenizer_config.json`, as in transformers."""
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    if found:
+        return found
     template = read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, str):
         return {"default": template}
