@@ -81,6 +81,7 @@ def test_the_bundled_tokenizer_agrees_with_transformers() -> None:
         "{{ messages[1]['content'] | tojson(indent=2) }}{{ bos_token }}{{ eos_token }}",
         "{%- for m in messages %}\n  {%- if loop.first %}\n  {%- continue %}\n {%- endif %}\n{{ m.role }}{%- endfor %}",
         "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
+        "{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% set y = 3 %}{{ x }}{% endgeneration %}{{ x }}{{ y }}",
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 2 %}{% endfor %}{{ ns.n }}",
         "{{ messages[0]['content'].split('.')[0] }}{% if thinking is defined %}{{ thinking }}{% endif %}",
     ],

@@ -329,13 +329,14 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is just its body."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is just its body, with
+    variables of its own."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))]
 
 
 @lru_cache(1)
