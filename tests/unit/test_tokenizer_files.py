@@ -108,6 +108,27 @@ def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
     assert render(made(tmp_path, {"chat_template": templates})) == "plain"
 
 
+@pytest.mark.parametrize(
+    ("config", "beside"),
+    [
+        ({"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}}, {}),
+        ({}, {"bos_token": "<s>", "eos_token": {"content": "</s>"}}),
+        ({"bos_token": "</s>"}, {"bos_token": "<s>"}),
+        ({"bos_token": "<s>", "added_tokens_decoder": {}}, {"bos_token": "</s>"}),
+        ({"extra_special_tokens": {"image_token": "<s>"}, "audio_token": "</s>"}, {}),
+    ],
+    ids=str,
+)
+def test_templates_are_told_the_special_tokens_as_in_transformers(tmp_path: Path, config: dict, beside: dict) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(beside))
+    template = "{{ bos_token }} {{ eos_token }} {{ image_token }} {{ audio_token }}"
+    ours = made(tmp_path, {**config, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template})
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+
+    assert render(ours) == theirs.apply_chat_template(MESSAGES, tokenize=False)
+
+
 def test_the_others_of_several_templates_may_be_in_a_folder(tmp_path: Path) -> None:
     """As transformers saves them, and reads them: a chat with tools has one of its own."""
     transformers = pytest.importorskip("transformers")

@@ -36,7 +36,6 @@ TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class RenderedChat(NamedTuple):
@@ -61,7 +60,7 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._config = read_json(directory / "tokenizer_config.json")
+        self._config = read_tokenizer_config(directory)
         self.special_tokens = special_tokens(self._config)
         self.templates = given_template(template) if template else read_templates(directory, self._config)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -283,11 +282,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """Where it has no `added_tokens_decoder`, a file beside it names special tokens, as transformers once had it."""
+    config = read_json(directory / "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else config | read_json(directory / "special_tokens_map.json")
+
+
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and so on, as templates name them; a file may hold the text or an object around it."""
+    """`bos_token` and so on, and those of this model alone, as templates name them; a file may hold the text or an
+    object around it.
+    """
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    extra = config.get("extra_special_tokens")
     found: dict[str, str] = {}
-    for key in SPECIAL_TOKEN_KEYS:
-        value = config.get(key)
+    for key, value in (named | (extra if isinstance(extra, dict) else {})).items():
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             found[key] = value
@@ -329,8 +337,9 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is just its body, with
-    variables of its own."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is just its body,
+    with variables of its own.
+    """
 
     tags = {"generation"}
 
