@@ -768,6 +768,16 @@ def test_the_tokenizers_end_is_found(tmp_path: Path, place: str, written: Any) -
     assert read_config(tmp_path).eos_ids == (2, 7)
 
 
+def test_the_end_may_be_named_beside_the_tokenizers_configuration(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": END}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 7, "content": END}]}))
+
+    assert read_config(tmp_path).eos_ids == (2, 7)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {}}))
+    assert read_config(tmp_path).eos_ids == (2,), "it is out of use where the tokens are told"
+
+
 @pytest.mark.parametrize(
     ("config", "definition"),
     [
@@ -810,7 +820,9 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_a_broken_document_ends_in_one_line_that_names_it(tmp_path: Path, name: str, document: str) -> None:
     write_model(tmp_path)

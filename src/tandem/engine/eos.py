@@ -32,8 +32,13 @@ def eos_ids(config: Fields, generation: Fields, tokenizer_eos: int | None, *, vo
 
 
 def tokenizer_eos(model_dir: Path) -> int | None:
-    """Id of the `eos_token` of tokenizer_config.json; None where there is none, or nothing says which id it has."""
+    """Id of the `eos_token` of tokenizer_config.json; None where there is none, or nothing says which id it has.
+
+    Where that file has no `added_tokens_decoder`, special_tokens_map.json names the token, as transformers once did.
+    """
     config = read_json(model_dir / "tokenizer_config.json", optional=True)
+    if "added_tokens_decoder" not in config:
+        config |= read_json(model_dir / "special_tokens_map.json", optional=True)
     name = _content(config.get("eos_token"))
     if name is None:
         return None
