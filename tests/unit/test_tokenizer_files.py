@@ -129,6 +129,24 @@ def test_templates_are_told_the_special_tokens_as_in_transformers(tmp_path: Path
     assert render(ours) == theirs.apply_chat_template(MESSAGES, tokenize=False)
 
 
+@pytest.mark.parametrize("is_added", [True, False])
+def test_what_the_configuration_calls_special_is_special_as_in_transformers(tmp_path: Path, is_added: bool) -> None:
+    """Checkpoints that were converted by hand have the end in the vocabulary alone, or as a token like others."""
+    transformers = pytest.importorskip("transformers")
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    made(tmp_path, config, bos=True)
+    definition = json.loads((tmp_path / "tokenizer.json").read_text())
+    plain = [{**token, "special": False} for token in definition["added_tokens"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**definition, "added_tokens": plain if is_added else []}))
+    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+
+    ids = ours.encode("a</s>b")
+    assert ids == theirs.encode("a</s>b")
+    assert ids[2] == 1
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "ab"
+    assert ours.special_ids == set(theirs.all_special_ids)
+
+
 def test_the_others_of_several_templates_may_be_in_a_folder(tmp_path: Path) -> None:
     """As transformers saves them, and reads them: a chat with tools has one of its own."""
     transformers = pytest.importorskip("transformers")

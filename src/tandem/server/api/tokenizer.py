@@ -7,7 +7,7 @@ published templates rely on. transformers is not needed.
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn  # templates and JSON files hold values of any type
@@ -62,6 +62,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._config = read_tokenizer_config(directory)
         self.special_tokens = special_tokens(self._config)
+        self._mark_special(self.special_tokens.values())
         self.templates = given_template(template) if template else read_templates(directory, self._config)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(
@@ -222,6 +223,13 @@ class Tokenizer:
     @cached_property
     def _knows_developers(self) -> bool:
         return any("developer" in source for source in self.templates.values())
+
+    def _mark_special(self, names: Iterable[str]) -> None:
+        """Those that tokenizer.json has, but not as special ones: it is the configuration that says what they are."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        ids = {name: self._tokenizer.token_to_id(name) for name in names}
+        plain = (name for name, id in ids.items() if id is not None and not (id in added and added[id].special))
+        self._tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in plain])
 
     def _ids(self, encoding: tokenizers.Encoding) -> list[int]:
         ids = encoding.ids
