@@ -232,6 +232,7 @@ def world(
     task: Task = Task.TOKENS,
     dimensions: int = 1024,
     block_tokens: int = 1,
+    vocab_size: int | None = None,
     ranks: int = 1,
     **settings: object,
 ) -> World:
@@ -251,7 +252,7 @@ def world(
         model_type="toy",
         context_length=context_length,
         page_size=config.page_tokens,
-        vocab_size=(tokenizer or default_tokenizer()).vocab_size,
+        vocab_size=vocab_size or (tokenizer or default_tokenizer()).vocab_size,
         eos_token_ids=frozenset({END}),
         dtype="float32",
         sampling_defaults=sampling_defaults,

@@ -6,6 +6,7 @@ import pytest
 from api_fakes import ids, load_tokenizer, says, world
 
 from tandem.pagehash import hash_of
+from tandem.server.api.limits import Task
 from tandem.server.api.tokenizer import Tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -100,6 +101,27 @@ def test_a_bad_chat_request_is_a_400_that_names_the_field(extra: dict, param: st
     assert (error["param"], error["type"], error["stage"]) == (param, "invalid_request_error", "edge")
     assert error["request_id"] == response.headers["x-request-id"]
     assert error["message"]
+    assert w.node.submits == []
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "body"),
+    [
+        (Task.TOKENS, "/v1/chat/completions", CHAT),
+        (Task.TOKENS, "/v1/completions", {"prompt": "hi"}),
+        (Task.TOKENS, "/generate", {"text": "hi"}),
+        (Task.TOKENS, "/v1/messages", CHAT | {"max_tokens": 1}),
+        (Task.EMBEDDINGS, "/v1/embeddings", {"input": "hi"}),
+        (Task.SCORES, "/v1/rerank", {"query": "hi", "documents": ["hi"]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_token_that_only_the_tokenizer_has_is_refused(task: Task, path: str, body: dict) -> None:
+    """Its row of the embedding is not there, and everybody in the batch would end with it."""
+    with (w := world(vocab_size=10, task=task)).http() as http:
+        response = http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    assert "is not a token id; the vocabulary has 10" in response.text
     assert w.node.submits == []
 
 

@@ -204,7 +204,9 @@ def check_task(limits: ModelLimits, *tasks: Task) -> None:
 
 
 def check_ids(ids: Sequence[int], limits: ModelLimits, param: str) -> None:
-    """Raises `Refusal` for an id that is no token of this model's."""
+    """Raises `Refusal` for an id that is no token of this model's. Its tokenizer may have more, that were added to it
+    alone.
+    """
     for id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= id < limits.vocab_size:
             raise invalid(param, f"{id} is not a token id; the vocabulary has {limits.vocab_size}")
@@ -223,8 +225,7 @@ def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:
     """Raises `Refusal` for what no server takes. One that is too long for this one says so: see `beyond`."""
     if not prompt.tokens:
         raise invalid(param, "the prompt has no tokens")
-    if prompt.text is None:  # ids that did not come from our own tokenizer
-        check_ids(prompt.tokens, limits, param)
+    check_ids(prompt.tokens, limits, param)
     if len(prompt.tokens) >= limits.context_length:
         refusal = too_long(param, f"{len(prompt.tokens)} tokens > {limits.context_length - 1} maximum", limits)
         return msgspec.structs.replace(prompt, too_long=refusal.failure)

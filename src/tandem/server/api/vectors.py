@@ -131,8 +131,7 @@ def check_length(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:
     """No room for output is needed. Raises `Refusal`."""
     if not prompt.tokens:
         raise invalid(param, "a prompt has no tokens")
-    if prompt.text is None:
-        check_ids(prompt.tokens, limits, param)
+    check_ids(prompt.tokens, limits, param)
     count = len(prompt.tokens)
     if count > limits.context_length:
         raise too_long(param, f"{count} tokens > {limits.context_length} maximum", limits)
