@@ -325,8 +325,25 @@ def test_gemma_3_turns_by_two_kinds_of_angles_in_both_spellings() -> None:
     assert parsed(GEMMA3, **newer).rope == RopeConfig("linear", 5e5, {"factor": 8.0})
     assert parsed(GEMMA3, **newer).local_rope == RopeConfig("default", 2e4, {})
     assert parsed(GEMMA3, rope_parameters={FULL: {}, SLIDING: None}) == usual
+    assert parsed(GEMMA3, rope_scaling={}) == parsed(GEMMA3, rope_scaling={"type": "default"}) == usual
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
     assert parsed(GEMMA3, rope_parameters={SLIDING: dynamic}).max_context == 64
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 4.0}}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_gemma_3_was_stretched_from_all_positions_unless_its_angles_say_so_themselves(given: dict) -> None:
+    """transformers does not look beside them."""
+    found = parsed(GEMMA3, **given, original_max_position_embeddings=32)
+
+    assert found == parsed(GEMMA3, **given)
+    assert found.rope.parameters["original_max_position_embeddings"] == 64
 
 
 @pytest.mark.parametrize(
@@ -353,6 +370,7 @@ def test_gemma_3_turns_by_two_kinds_of_angles_in_both_spellings() -> None:
         (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "full_attention and sliding_attention"),
         (GEMMA3, {"rope_parameters": {FULL: {}}, "rope_scaling": {"rope_type": "default"}}, "rope_parameters"),
         (GEMMA3, {"rope_parameters": {FULL: 7}}, "rope_parameters is 7, an object is needed"),
+        (GEMMA3, {"rope_scaling": {"type": "linear", "factor": 8.0}}, "type and rope_type contradict each other"),
         (GEMMA3, {"rope_parameters": {SLIDING: {"rope_theta": 1e5}}, "rope_local_base_freq": 1e4}, "contradict"),
         (GEMMA3, {"rope_parameters": {FULL: {"rope_theta": 1e5}}, "rope_theta": 1e4}, "contradict"),
         (GEMMA3, {"rope_local_base_freq": 1}, "rope_local_base_freq is 1, more than 1 is needed"),

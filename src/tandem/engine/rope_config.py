@@ -76,11 +76,19 @@ def read_rope(config: Fields, *, default_theta: float, may_turn_a_part: bool) ->
 
 
 def read_ropes(config: Fields, *, default_theta: float, default_local: float) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers without a window, and of those with one. Raises ModelError."""
+    """Of layers without a window, and of those with one. Raises ModelError.
+
+    As transformers reads them: rope_scaling is of the kind that rope_type says, and from what a context was stretched
+    only the objects themselves say.
+    """
     local = _theta(config, default=default_local, name=LOCAL_THETA)
-    both = config.section("rope_parameters")
+    config = Fields(config.where, {**config.values, ORIGINAL: None})
+    both, older = config.section("rope_parameters"), config.section("rope_scaling")
     if both is None or not both.values:
-        rope = read_rope(config, default_theta=default_theta, may_turn_a_part=False)
+        kind = {} if older is None else {"rope_scaling": {"rope_type": "default", **older.values}}
+        rope = read_rope(
+            Fields(config.where, {**config.values, **kind}), default_theta=default_theta, may_turn_a_part=False
+        )
         return rope, RopeConfig("default", local, {})
     if set(both.values) - {"full_attention", "sliding_attention"} or config.values.get("rope_scaling"):
         raise config.wrong("rope_parameters", "full_attention and sliding_attention, and no rope_scaling, are needed")
