@@ -39,6 +39,12 @@ def test_health_follows_readiness_and_draining() -> None:
         assert [http.get(path).status_code for path in ("/health", "/ready")] == [503, 503]
 
 
+@pytest.mark.parametrize(("mode", "role"), [("null", "unified"), ("prefill", "prefill"), ("decode", "decode")])
+def test_health_says_which_role_a_router_has_here(mode: str, role: str) -> None:
+    with world(disaggregation_mode=mode).http() as http:
+        assert http.get("/health").headers["x-tandem-role"] == role
+
+
 def test_health_tells_which_process_makes_no_progress() -> None:
     w = world()
     with w.http() as http:

@@ -41,10 +41,14 @@ def test_names_of_models_are_read_as_far_as_they_are_names(raw: bytes, names: tu
 
 
 @contextmanager
-def healthy_server(status: int = 200) -> Iterator[RegisteredWorker]:
+def healthy_server(status: int = 200, says: Callable[[], str] = str) -> Iterator[RegisteredWorker]:
+    """says: its role, as ours do; nothing by default, as servers of others."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
+            if role := says():
+                self.send_header("x-tandem-role", role)
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
@@ -99,6 +103,26 @@ def test_a_probe_is_made_and_answered_while_the_loop_of_the_traffic_is_held_up()
                 assert taken(prober) == [WorkerProbed(worker.id, result)]
 
         assert probing(story) == ["come", "come"]
+
+
+def test_a_worker_that_says_another_role_than_the_router_was_told_gets_no_requests_and_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Taken for a decode, a prefill would answer everybody with its one token."""
+    roles = ["decode", "decode", "unified", "router", "prefill", "decode", ""]
+    said = iter(roles)
+
+    with healthy_server(says=lambda: next(said)) as worker:
+
+        def story(prober: Prober) -> None:
+            for role in roles:
+                prober.probe(worker)
+                expected = ProbeResult.OK if role in ("prefill", "") else ProbeResult.DECLINED
+                assert taken(prober) == [WorkerProbed(worker.id, expected)]
+
+        probing(story)
+    named = [f"{worker.url} is no prefill server but says '{role}': it gets no requests" for role in roles]
+    assert caplog.messages == [named[0], named[2], named[3], named[5]]
 
 
 def test_who_cannot_be_reached_is_missed() -> None:

@@ -14,6 +14,7 @@ from tandem import __version__
 from tandem.server.api.limits import Task
 from tandem.server.api.openapi import Schema, behind_router, openapi_document, schema_of
 
+ROLE_HEADER = "x-tandem-role"  # of answers to /health: a router looks there whether a worker is what it was told of
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 INT64 = 1 << 62  # what is bounded by its type alone needs no word
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -25,7 +25,7 @@ from tandem.server.api.body import AbortBody
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Failure, Problem, Refusal, failure_of, invalid
 from tandem.server.api.facts import ModelFacts
-from tandem.server.api.front import about, docs_response
+from tandem.server.api.front import ROLE_HEADER, about, docs_response
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.live_requests import LOADING, LiveRank
@@ -107,7 +107,7 @@ class Ops:
     async def health(self, request: Request) -> Response:
         """200 while new requests are accepted and make progress. Costs nothing: the watchdog knows already."""
         self._client.check_healthy()
-        return Response()
+        return Response(headers={ROLE_HEADER: self._limits.role})
 
     async def health_generate(self, request: Request) -> Response:
         """One token through node and engine, unless a user's request has just got there and back.

@@ -45,7 +45,7 @@ from tandem.server.api.connections import api_bounds, raise_fd_limit
 from tandem.server.api.cors import cors
 from tandem.server.api.debug_page import show_page
 from tandem.server.api.errors import Failure, Problem, Refusal
-from tandem.server.api.front import about, docs_response
+from tandem.server.api.front import ROLE_HEADER, about, docs_response
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
@@ -228,7 +228,7 @@ class RouterApp:
         return docs_response("router")
 
     async def _health(self, request: Request) -> Response:
-        return Response()
+        return Response(headers={ROLE_HEADER: "router"})
 
     async def _ready(self, request: Request) -> Response:
         self._require_pair()

@@ -8,6 +8,7 @@ The router's state has one owner, the loop of the traffic. What is found here wa
 """
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,9 +17,13 @@ import httpx
 import msgspec
 
 from tandem.core.router.messages import WorkerProbed
-from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, probe_result
+from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, WorkerId, probe_result
+from tandem.logtext import shown
 from tandem.server.api.body import NOT_JSON
+from tandem.server.api.front import ROLE_HEADER
 from tandem.server.router.worker_documents import ModelList
+
+log = logging.getLogger("tandem.router")
 
 MAX_MODELS = 64  # of one worker
 MAX_NAME_CHARS = 256
@@ -43,6 +48,7 @@ class Prober:
         self._make_client = make_client
         self._timeout_s = timeout_s
         self._found: deque[WorkerProbed] = deque()
+        self._others: dict[WorkerId, str] = {}  # workers with another role than the router was told; the log says so
         self._is_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()  # of the probes' loop, like what follows
@@ -96,9 +102,24 @@ class Prober:
     async def _ask(self, worker: RegisteredWorker) -> None:
         response = await self._get(worker.url + "/health", {})
         result = probe_result(None if response is None else response.status_code)
+        if result is ProbeResult.OK and response is not None and self._is_another(worker, response.headers):
+            result = ProbeResult.DECLINED
         models = await self._models(worker) if self._asks_models and result is ProbeResult.OK else None
         self._found.append(WorkerProbed(worker.id, result, models))
         self._has_come()
+
+    def _is_another(self, worker: RegisteredWorker, headers: httpx.Headers) -> bool:
+        """Whether it says that its role is not what the router was told: a prefill that is taken for a decode would
+        answer with its one token, and nobody would notice. Servers of others say nothing, and are believed.
+        """
+        says = headers.get(ROLE_HEADER, worker.role)
+        if says == worker.role:
+            self._others.pop(worker.id, None)
+            return False
+        if self._others.get(worker.id) != says:
+            self._others[worker.id] = says
+            log.warning("%s is no %s server but says %s: it gets no requests", worker.url, worker.role, shown(says))
+        return True
 
     async def _models(self, worker: RegisteredWorker) -> tuple[str, ...] | None:
         """None: it does not tell, or nothing that can be used."""
