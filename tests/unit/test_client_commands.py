@@ -403,9 +403,22 @@ def test_the_numbers_of_the_circuit_breaker_reach_the_core() -> None:
     assert off.settings().breaker is None
 
 
-def test_a_url_with_a_query_is_no_worker() -> None:
+@pytest.mark.parametrize(
+    "url", ["http://a:1?x=1", "http://a b:1", "http://a\0b:1", "http://a:1/\0", "http://xn--:1", "http://\uff21:1"]
+)
+def test_what_nobody_can_be_asked_at_is_no_worker(url: str) -> None:
     with pytest.raises(ValueError, match="not the URL"):
-        make_worker(0, Role.DECODE, "http://a:1?x=1")
+        make_worker(0, Role.DECODE, url)
+
+
+@pytest.mark.parametrize("url", ["http://a:1/p%20q", "http://a_b.c:1", "https://m\xfcnchen:1", "http://[FE80::1]:1"])
+def test_what_can_be_asked_is_one(url: str) -> None:
+    assert make_worker(0, Role.DECODE, url).url == url.lower()
+
+
+def test_no_worker_listens_at_port_0() -> None:
+    with pytest.raises(ValueError, match="no valid port"):
+        make_worker(0, Role.DECODE, "http://a:0")
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import httpx
 from msgspec import structs
 
 from tandem import otlp
@@ -231,5 +232,17 @@ def make_worker(index: int, role: Role, url: str, bootstrap_port: int | None = N
         raise ValueError(f"{url} has no valid port") from None
     if port is None:
         raise ValueError(f"{url} names no port")
+    if port == 0:
+        raise ValueError(f"{url} has no valid port")
     spelt = f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
+    if host_asked_at(spelt) != parts.hostname:
+        raise ValueError(f"{url} is not the URL of a server: nobody can be asked there")
     return RegisteredWorker(WorkerId(index), role, spelt, host, bootstrap_port)
+
+
+def host_asked_at(url: str) -> str | None:
+    """As the client that asks workers reads it; None where it cannot, so that no probe would ever end."""
+    try:
+        return httpx.URL(url).host
+    except (httpx.InvalidURL, UnicodeError):  # the latter of a name that is no IDNA
+        return None
