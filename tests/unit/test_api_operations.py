@@ -151,6 +151,8 @@ def test_who_is_computed_before_ready_is_one_request_of_the_load() -> None:
         assert http.get("/get_load").text.count(".") == 0  # gateways parse integers
         assert http.get("/v1/loads?dp_rank=1").status_code == 400
         assert "sglang:num_running_reqs" in http.get("/v1/loads?format=prometheus").text
+        assert http.get("/v1/loads?format=json").json()["dp_rank_count"] == 1
+        assert http.get("/v1/loads?format=xml").json()["error"]["param"] == "format"
 
 
 def test_flush_and_debug_ask_the_node() -> None:

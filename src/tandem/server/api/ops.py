@@ -18,6 +18,7 @@ from tandem.config import ServerConfig, public_settings
 from tandem.core.commands import FailRequest
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import LoadBalanceMethod, Role
+from tandem.logtext import shown
 from tandem.metrics.export import CONTENT_TYPE, Exporter
 from tandem.sampling import SamplingParams, VectorParams
 from tandem.server import wire
@@ -250,13 +251,16 @@ class Ops:
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     async def loads(self, request: Request) -> Response:
+        form = request.query_params.get("format", "json")
+        if form not in ("json", "prometheus"):
+            raise invalid("format", f"{shown(form)} is neither json nor prometheus")
         loads = await self._loads()
         wanted = request.query_params.get("dp_rank")
         if wanted is not None:
             loads = [load for load in loads if str(load["dp_rank"]) == wanted]
             if not loads:
                 raise self._no_load_of(wanted)
-        if request.query_params.get("format") == "prometheus":
+        if form == "prometheus":
             return await self.metrics(request)
         return json_response(
             {
