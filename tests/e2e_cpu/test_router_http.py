@@ -631,6 +631,17 @@ def test_a_refusal_of_what_a_worker_could_not_do_is_a_failure() -> None:
         assert "tandem:router_client_errors_total{" not in text
 
 
+def test_an_abort_by_name_is_one_cause_whoever_says_it_and_no_mistake_of_the_client() -> None:
+    """A worker, whose answer is passed on, or the router, between two attempts."""
+    with fleet() as made:
+        made.decodes[0].behaves(Refuse(Cause.ABORTED))
+        assert post(made).status_code == 499
+        eventually(made.is_idle)
+        text = CLIENT.get(made.url + "/metrics").text
+        assert 'tandem:router_failures_total{cause="aborted"} 1.0' in text
+        assert "tandem:router_client_errors_total{" not in text
+
+
 def test_a_request_that_the_router_itself_ends_before_it_asks_anybody_is_counted() -> None:
     with fleet() as made:
         fields = (b"host: localhost", b"connection: close", b"content-length: 9", b"x-request-timeout-ms: 50")

@@ -9,12 +9,14 @@ from tandem.core.router.messages import (
     DispatchPair,
     Fail,
     Forward,
+    RouteCause,
     RouterCommand,
     Side,
 )
 from tandem.core.router.router import Router
 from tandem.core.router.worker_registry import RegisteredWorker
-from tandem.server.api.errors import Failure, Problem
+from tandem.core.values import Cause
+from tandem.server.api.errors import RULES, Failure, Problem
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 REFUSALS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -61,10 +63,14 @@ class RouterMetrics:
                 pass
 
     def see_rejection(self, half: Side, status: int) -> None:
-        """A worker's refusal that goes to the client: of what the client sent, or of what the worker could not do."""
-        if self.see_refusal(status):
-            return
-        self.failures.labels(f"{half.value}_rejected").inc()
+        """A worker's refusal that goes to the client: of what the client sent, or of what the worker could not do.
+
+        An end by name has the cause that it has where the router itself says it, between two attempts.
+        """
+        if status == RULES[Cause.ABORTED].status:
+            self.failures.labels(RouteCause.ABORTED.value).inc()
+        elif not self.see_refusal(status):
+            self.failures.labels(f"{half.value}_rejected").inc()
 
     def see_refusal(self, status: int) -> bool:
         """Whether it is the client's own mistake, which is no failure."""
