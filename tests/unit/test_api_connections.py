@@ -22,7 +22,7 @@ from tandem.server.api.connections import (
     raise_fd_limit,
     waited_s,
 )
-from tandem.server.api.http1 import MAX_HEAD_BYTES
+from tandem.server.api.http1 import MAX_HEAD_BYTES, Offers
 from tandem.server.api.turn_limits import REQUESTS_PER_TURN
 from tandem.server.router.app import RouterApp
 from tandem.server.router.config import RouterConfig
@@ -337,6 +337,46 @@ def test_who_leaves_while_another_request_waits_behind_the_first_leaves_the_firs
         assert heard == ["/0"]
 
     serves(story, app)
+
+
+@pytest.mark.parametrize("offer", [b"TLS/1.2", b"websocket", b"h2c, foo/2", b"h2c"])
+def test_who_offers_another_protocol_is_answered_in_this_one_and_can_go_on(offer: bytes) -> None:
+    """As Apache's client does with each GET, whose connection it keeps, and Java's own with its first request."""
+
+    async def story(port: Port) -> None:
+        reader, writer = await port.open()
+        offers = b"Connection: Upgrade\r\nUpgrade: " + offer + b"\r\n"
+        asked = generate({"text": "x"}, headers=offers.decode())
+        for data, num_answers in ((HEALTH[:-2] + offers + b"\r\n", 1), (asked, 1), (asked + HEALTH, 2)):
+            writer.write(data)
+            for _ in range(num_answers):
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+                assert head.startswith(b"HTTP/1.1 200")
+                await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r")[0]))
+        writer.close()
+
+    serves(story)
+
+
+def test_offers_are_made_unreadable_however_they_come() -> None:
+    head = b"GET / HTTP/1.1\r\nUPGRADE: h2c\r\nx-upgrade: a\r\nUpgrade:b\r\nupgraded: c\r\n\r\n"
+    hidden = b"GET / HTTP/1.1\r\nUPGRADE-refused: h2c\r\nx-upgrade: a\r\nUpgrade-refused:b\r\nupgraded: c\r\n\r\n"
+    for size in range(1, len(head) + 1):
+        offers = Offers()
+        pieces = [head[start : start + size] for start in range(0, len(head), size)]
+        assert b"".join(map(offers.hidden, pieces)) == hidden
+
+
+def test_a_tunnel_is_refused_and_its_connection_ends() -> None:
+    """What follows CONNECT is no HTTP, so nobody may wait for an answer to it."""
+
+    async def story(port: Port) -> None:
+        reader, _writer = await port.open(b"CONNECT /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" + HEALTH)
+        answer = await asyncio.wait_for(reader.read(-1), 20)
+        assert answer.startswith(b"HTTP/1.1 405")
+        assert answer.count(b"HTTP/1.1") == 1
+
+    serves(story)
 
 
 def test_what_stands_in_a_trailer_is_no_header() -> None:

@@ -1,7 +1,8 @@
 """HTTP/1.1 as uvicorn speaks it, set up alike for every port, with what it leaves open closed.
 
-- Java's own client, and what builds on it, sends `Upgrade: h2c` with each first request and takes an answer in HTTP/1.1
-  as a no. But the parser takes the offer for an agreement and never reads the body. So the offer is made unreadable.
+- Who offers another protocol takes an answer in HTTP/1.1 as a no: Java's own client with `Upgrade: h2c` in each first
+  request, Apache's with `Upgrade: TLS/1.2` in each GET. But the parser takes an offer for an agreement: it reads
+  neither the body nor what comes on this connection afterwards. So offers are made unreadable (`Offers`).
 - The parser keeps a head, or the trailer of a body, in memory until it is complete, however long it grows. Here
   `MAX_HEAD_BYTES` are read for it and no more.
 - Fields of a trailer come from it as those of a head do. They are none: whoever stands before us, and says which
@@ -12,6 +13,7 @@
 - `proxy_headers` is off: who a client is, is told by its socket. Else anybody on this machine could be anybody.
 """
 
+import asyncio
 import re
 from typing import Literal
 
@@ -21,9 +23,25 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tandem.server.api.errors import Failure, Problem, error_headers, error_json
 
-OFFER = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
+NAME = b"\r\nupgrade"
+OFFER = re.compile(NAME + b"(?=:)", re.IGNORECASE)
 CUT = "tandem.cut"  # extension of a scope: ends the connection at once, whatever is still to be written
 MAX_HEAD_BYTES = 1 << 16  # looked at after each such piece, so a head of nearly twice as much may pass
+
+
+class Offers:
+    """Of other protocols, in what comes on one connection. No valid JSON body holds one, so only heads are changed."""
+
+    __slots__ = ("_tail",)
+
+    def __init__(self) -> None:
+        self._tail = b""  # of what has come, as long as the name of the header: its colon may come with the next piece
+
+    def hidden(self, data: bytes) -> bytes:
+        """The next piece, with another name for the header."""
+        seen, known = self._tail + data, len(self._tail)
+        self._tail = seen[-len(NAME) :]
+        return OFFER.sub(rb"\g<0>-refused", seen)[known:] if b"\r" in seen else data
 
 
 class Http1(HttpToolsProtocol):
@@ -33,9 +51,12 @@ class Http1(HttpToolsProtocol):
     _is_unreadable = False  # the parser has given up
     _has_head = False  # of the message that comes
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._offers = Offers()
+
     def data_received(self, data: bytes) -> None:
-        """No valid JSON body holds an offer, so only heads are changed; a head that comes in two parts may escape."""
-        data = OFFER.sub(b"\r\nrefused:", data) if b"h2c" in data else data
+        data = self._offers.hidden(data)
         for start in range(0, len(data), MAX_HEAD_BYTES):
             piece = data[start : start + MAX_HEAD_BYTES]
             self._kept_bytes += len(piece)
@@ -71,6 +92,10 @@ class Http1(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._kept_bytes = 0
         super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser reads no further. Offers are hidden, so this is CONNECT, and what follows that is no HTTP."""
+        self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
         """Uvicorn's, which says it where the parser gives up, as text and in the middle of whatever is being said."""
