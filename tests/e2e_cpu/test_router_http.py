@@ -533,6 +533,7 @@ def test_a_request_that_was_aborted_by_name_is_not_tried_at_another_pair() -> No
 def test_the_other_endpoints_are_proxied_fanned_out_or_answered() -> None:
     with fleet(2, 1) as made:
         assert CLIENT.get(made.url + "/ready").status_code == 200
+        assert CLIENT.get(made.url + "/health").headers["x-tandem-role"] == "router"
         assert CLIENT.get(made.url + "/version").json()["version"]
         assert CLIENT.get(made.url + "/v1/models").json()["data"][0]["id"] == "fake"
         for path in ("/tokenize", "/v1/tokenize"):
