@@ -125,6 +125,14 @@ def test_decode_is_told_the_rank_that_a_body_has_chosen_for_its_prefill(fields: 
         assert prefill.body.get("routed_dp_rank") == decode.body.get("routed_dp_rank") == fields.get("routed_dp_rank")
 
 
+def test_decode_is_told_the_rank_that_a_header_has_chosen_for_its_prefill() -> None:
+    with fleet() as made:
+        answer = CLIENT.post(made.url + "/generate", json={"text": "a"}, headers={"X-Data-Parallel-Rank": "1"})
+        assert answer.status_code == 200
+        (prefill,), (decode,) = made.prefills[0].generations, made.decodes[0].generations
+        assert (decode.body["disagg_prefill_dp_rank"], "disagg_prefill_dp_rank" in prefill.body) == (1, False)
+
+
 def test_rooms_are_the_routers_own_and_differ_between_requests() -> None:
     with fleet() as made:
         for _ in range(5):

@@ -155,6 +155,19 @@ def test_who_is_computed_before_ready_is_one_request_of_the_load() -> None:
         assert http.get("/v1/loads?format=xml").json()["error"]["param"] == "format"
 
 
+def test_a_gateway_says_by_a_header_which_dp_rank_gets_a_request_whatever_the_body_says() -> None:
+    with world(ranks=3).http() as http:
+
+        def dp_rank(header: str, **fields: int) -> Any:
+            answer = http.post("/generate", json={"text": "x"} | fields, headers={"X-Data-Parallel-Rank": header})
+            return answer.json().get("meta_info", {}).get("dp_rank", answer.json().get("error", {}).get("param"))
+
+        assert [dp_rank(str(rank), routed_dp_rank=1, data_parallel_rank=2) for rank in (2, 0, 1)] == [2, 0, 1]
+        assert dp_rank("3") == "routed_dp_rank"
+        for header in ("", "-1", "x", "1.0", "0,1", "1" * 5000, "1024"):
+            assert dp_rank(header) == "X-Data-Parallel-Rank"
+
+
 def test_flush_and_debug_ask_the_node() -> None:
     with world(answers={"flush": {}, "waits": [{"reason": "PEER"}], "state": {"pages": 1}}).http() as http:
         assert http.post("/flush_cache").status_code == 200

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from tandem.core.router.pairing import fields_of_decode
+from tandem.core.router.pairing import PREFILL_RANK, fields_of_decode
 from tandem.server.api.body import Routing, decode_body
 from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import Refusal
@@ -94,3 +94,11 @@ def test_a_worker_complains_of_the_field_that_the_client_has_sent() -> None:
     with pytest.raises(Refusal) as found:
         decode_body(sent, Routing)
     assert found.value.failure.param == "data_parallel_rank"
+
+
+@pytest.mark.parametrize(
+    ("header", "told"), [("2", {PREFILL_RANK: 2}), ("x", {}), ("-1", {}), ("9" * 5000, {}), (None, {PREFILL_RANK: 1})]
+)
+def test_decode_is_told_the_rank_of_a_header_before_that_of_a_body(header: str | None, told: dict[str, int]) -> None:
+    assert fields_of_decode({"routed_dp_rank": 1}, header) == told
+    assert fields_of_decode({"routed_dp_rank": 1, PREFILL_RANK: 0}, header) == {}

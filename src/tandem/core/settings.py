@@ -10,6 +10,12 @@ from tandem.core.values import MILLISECOND, SECOND, Cut, Incarnation, Nanos, Sha
 MAX_DP_SIZE = 1024
 
 
+def dp_rank_in(header: str) -> int | None:
+    """None: it names no rank that a server could have."""
+    rank = int(header) if header.isdecimal() and len(header) <= len(str(MAX_DP_SIZE)) else MAX_DP_SIZE
+    return rank if rank < MAX_DP_SIZE else None
+
+
 class Role(StrEnum):
     UNIFIED = "unified"
     PREFILL = "prefill"

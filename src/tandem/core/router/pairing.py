@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.core.router.worker_registry import RegisteredWorker
+from tandem.core.settings import dp_rank_in
 from tandem.core.values import Room
 
 ROOM_MASK = (1 << 63) - 1
@@ -72,15 +73,17 @@ class Rooms:
         raise AssertionError("the source of room numbers repeats itself")
 
 
-def fields_of_decode(body: Mapping[str, object]) -> dict[str, object]:
+def fields_of_decode(body: Mapping[str, object], header: str | None = None) -> dict[str, object]:
     """What decode's half finds besides: the DP rank of the prefill, where the client has chosen it.
 
     `routed_dp_rank` of a body names a rank of whoever gets it, so prefill's half goes there, and decode need not ask.
     A client that says `disagg_prefill_dp_rank` itself knows better. One rank, or a list with one (or none) per prompt.
+    header: X-Data-Parallel-Rank, which comes before the body's; what is none of a prefill, it refuses.
     """
     if body.get(PREFILL_RANK) is not None:
         return {}
-    routed = next((body[name] for name in ROUTED_RANK if body.get(name) is not None), None)
+    said = next((body[name] for name in ROUTED_RANK if body.get(name) is not None), None)
+    routed = said if header is None else dp_rank_in(header)
     return {} if routed is None else {PREFILL_RANK: routed}
 
 

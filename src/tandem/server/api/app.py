@@ -90,6 +90,7 @@ from tandem.server.api.validation import (
     beyond,
     check_task,
     check_timeout,
+    follow_gateway,
     priority_of,
     submission,
     time_of,
@@ -349,6 +350,7 @@ class Endpoints:
         is_half = follow(transfer, body, routing, self._limits)
         routing.rendered_at = time_of(routing)
         routing.priority = priority_of(routing, request.headers.get("x-override-priority"))
+        follow_gateway(routing, request.headers.get("x-data-parallel-rank"))
         if checks_model:
             check_model(routing.model, self._config)
         prompts, all_params = await within(

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from tandem.core.disagg.message_checks import MAX_PROMPT_EXTRA_BYTES
 from tandem.core.request import Request
+from tandem.core.settings import MAX_DP_SIZE, dp_rank_in
 from tandem.core.values import MAX_TIMEOUT_SECONDS, SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
 from tandem.sampling import Payload, SamplingParams, VectorParams
@@ -362,6 +363,15 @@ def priority_of(routing: Routing, header: str | None) -> int | None:
     if not MIN_INT <= number <= MAX_INT:
         raise invalid("X-Override-Priority", "must be an integer of at most 64 bits")
     return number
+
+
+def follow_gateway(routing: Routing, header: str | None) -> None:
+    """X-Data-Parallel-Rank, the rank of whoever gets it, comes before what the body says."""
+    if header is None:
+        return
+    if (rank := dp_rank_in(header)) is None:
+        raise invalid("X-Data-Parallel-Rank", f"must be an integer from 0 to {MAX_DP_SIZE - 1}")
+    routing.routed_dp_rank, routing.data_parallel_rank = rank, None
 
 
 def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: ModelLimits) -> wire.Submit:

@@ -185,7 +185,7 @@ class RouterShell:
             RequestId(self._next_id),
             path,
             content,
-            fields_of_decode(body),
+            fields_of_decode(body, headers.get("x-data-parallel-rank")),
             has_timeout,
             headers,
             merges,
