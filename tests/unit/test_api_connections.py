@@ -359,12 +359,26 @@ def test_who_offers_another_protocol_is_answered_in_this_one_and_can_go_on(offer
 
 
 def test_offers_are_made_unreadable_however_they_come() -> None:
-    head = b"GET / HTTP/1.1\r\nUPGRADE: h2c\r\nx-upgrade: a\r\nUpgrade:b\r\nupgraded: c\r\n\r\n"
-    hidden = b"GET / HTTP/1.1\r\nUPGRADE-refused: h2c\r\nx-upgrade: a\r\nUpgrade-refused:b\r\nupgraded: c\r\n\r\n"
+    """And nothing changes its length: what is counted as a body by one must not be a request for another."""
+    head = b"GET / HTTP/1.1\r\nUPGRADE: h2c\r\nx-upgrade: a\r\nUpgrade:b\r\nupgraded: c\r\nupgrade\r\n\r\n"
+    hidden = b"GET / HTTP/1.1\r\nUPGRADx: h2c\r\nx-upgrade: a\r\nUpgradx:b\r\nupgraded: c\r\nupgrade\r\n\r\n"
     for size in range(1, len(head) + 1):
         offers = Offers()
         pieces = [head[start : start + size] for start in range(0, len(head), size)]
         assert b"".join(map(offers.hidden, pieces)) == hidden
+
+
+def test_a_body_with_offers_is_as_long_as_it_is() -> None:
+    body = b"\r\nupgrade:" * 20 + HEALTH
+
+    async def story(port: Port) -> None:
+        head = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        reader, writer = await port.open(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(-1), 20)
+        assert answer.count(b"HTTP/1.1") == 1
+
+    serves(story)
 
 
 def test_a_tunnel_is_refused_and_its_connection_ends() -> None:

@@ -24,24 +24,31 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from tandem.server.api.errors import Failure, Problem, error_headers, error_json
 
 NAME = b"\r\nupgrade"
-OFFER = re.compile(NAME + b"(?=:)", re.IGNORECASE)
+OFFER, REFUSED = re.compile(b"(" + NAME[:-1] + b")e(?=:)", re.IGNORECASE), rb"\1x"
 CUT = "tandem.cut"  # extension of a scope: ends the connection at once, whatever is still to be written
 MAX_HEAD_BYTES = 1 << 16  # looked at after each such piece, so a head of nearly twice as much may pass
 
 
 class Offers:
-    """Of other protocols, in what comes on one connection. No valid JSON body holds one, so only heads are changed."""
+    """Of other protocols, in what comes on one connection.
 
-    __slots__ = ("_tail",)
+    The name of the header gets another last letter, and nothing grows or shrinks: a body may have such a line, too, and
+    whoever stands before us counts its bytes as they were sent. No valid JSON has one.
+    """
+
+    __slots__ = ("_held", "_tail")
 
     def __init__(self) -> None:
-        self._tail = b""  # of what has come, as long as the name of the header: its colon may come with the next piece
+        self._tail = b""  # of what was passed on: a name may have begun there
+        self._held = b""  # the last letter of a name: whether it is an offer, the next piece shows
 
     def hidden(self, data: bytes) -> bytes:
-        """The next piece, with another name for the header."""
-        seen, known = self._tail + data, len(self._tail)
-        self._tail = seen[-len(NAME) :]
-        return OFFER.sub(rb"\g<0>-refused", seen)[known:] if b"\r" in seen else data
+        """The next piece, as far as it may be read."""
+        seen, known = self._tail + self._held + data, len(self._tail)
+        held = len(seen) - 1 if seen[-len(NAME) :].lower() == NAME else len(seen)
+        seen, self._held = seen[:held], seen[held:]
+        self._tail = seen[1 - len(NAME) :]
+        return OFFER.sub(REFUSED, seen + self._held)[known : len(seen)] if b"\r" in seen else seen[known:]
 
 
 class Http1(HttpToolsProtocol):
