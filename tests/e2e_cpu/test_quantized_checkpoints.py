@@ -59,7 +59,7 @@ def test_a_quantised_checkpoint_computes_what_its_dequantised_weights_do(
 
         assert (found - expected).abs().max() < NEAR * max(1.0, expected.abs().max().item())
         assert expected.std() > 0.1, "there is something to compare"
-    assert isinstance(load(ours).module.blocks[1].mlp.down_proj.weight, QuantizedWeight)
+    assert isinstance(load(ours).module.blocks[1].mlp.down_proj.weight, QuantizedWeight | PackedCodes)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -101,7 +101,7 @@ def test_what_is_quantised_here_computes_what_it_stands_for_and_takes_less_memor
             f"{at}.self_attn.o_proj": block.o_proj,
             f"{at}.mlp.down_proj": block.mlp.down_proj,
         }
-        assert all(isinstance(linear.weight, QuantizedWeight) for linear in parts.values())
+        assert all(isinstance(linear.weight, QuantizedWeight | PackedCodes) for linear in parts.values())
         tensors |= {f"{each}.weight": linear.weight.plain(torch.float32) for each, linear in parts.items()}
     (tmp_path / "dequantised").mkdir()
     save_file(tensors, tmp_path / "dequantised" / "model.safetensors")

@@ -116,7 +116,7 @@ def test_other_types_are_not_packed(tmp_path: Path) -> None:
     write_model(tmp_path)
 
     assert not load(tmp_path).is_packed
-    assert not load(tmp_path, quantization="int8").is_packed
+    assert not load(tmp_path, dtype="float16", quantization="int8").is_packed
 
 
 @pytest.mark.usefixtures("every_library_packs")
@@ -124,7 +124,7 @@ def test_other_types_are_not_packed(tmp_path: Path) -> None:
 def test_codes_are_packed_where_there_are_products_for_them(
     are_codes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "PACKED_CODES", library.PACKED if are_codes else set())
+    monkeypatch.setattr(library, "CODES_IN_ROWS", set() if are_codes else library.PACKED)
     write_model(tmp_path)
     found, rows = (load(tmp_path, dtype="bfloat16", quantization="int8", packing_share=share) for share in (0.25, 0.0))
 

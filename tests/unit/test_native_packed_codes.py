@@ -40,9 +40,7 @@ def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
         outputs, inputs = weight.shape
         packed = PackedCodes.of(weight, kernels)
         x = torch.randn(rows, inputs, generator=draw).to(dtype)
-        is_rounded = (
-            dtype == torch.bfloat16 and (name, dtype) not in library.PACKED_CODES
-        )  # a weight, before it is used
+        is_rounded = (name, dtype) in library.CODES_IN_ROWS  # a weight, before it is used
         for bias in (None, torch.randn(outputs, generator=draw).to(dtype)):
             torch.set_num_threads(1)
             found = kernels.linear(x, packed, bias)
@@ -56,15 +54,31 @@ def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
             torch.set_num_threads(1)
             for row in {0, rows // 2, rows - 1}:
                 assert torch.equal(kernels.linear(x[row:][:1], packed, bias), found[row:][:1]), "nor other rows"
-            if (name, dtype) not in library.PACKED_CODES:
+            if is_rounded:
                 assert torch.equal(kernels.linear(x, weight, bias), found), "it is packed, and nothing else"
 
 
-@pytest.mark.skipif(not any((name, torch.bfloat16) in library.PACKED_CODES for name in VARIANTS), reason="no products")
+@pytest.mark.skipif(not set(library.ONE_ORDER) <= set(VARIANTS), reason="one library only")
 @pytest.mark.parametrize(("bits", "offsets"), KINDS)
-def test_a_weight_is_not_rounded(bits: int, offsets: bool, draw: torch.Generator) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_libraries_of_one_order_give_the_same_bits(
+    dtype: torch.dtype, bits: int, offsets: bool, draw: torch.Generator
+) -> None:
+    first, other = (library.opened(name) for name in library.ONE_ORDER)
+    for rows, weight, _ in cases(draw, bits, offsets):
+        packed = PackedCodes.of(weight, first)
+        x = torch.randn(rows, weight.shape[1], generator=draw).to(dtype)
+
+        assert torch.equal(first.linear(x, packed, None), other.linear(x, packed, None))
+
+
+@pytest.mark.parametrize(("bits", "offsets"), KINDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_weight_is_not_rounded_to_bf16(name: str, bits: int, offsets: bool, draw: torch.Generator) -> None:
     """Sums of whole numbers that bf16 holds, with scales and offsets that it does not hold, are exact."""
-    kernels = library.opened("avx512_bf16")
+    kernels = library.opened(name)
+    if (name, torch.bfloat16) in library.CODES_IN_ROWS:
+        pytest.skip("codes become weights in bf16 there")
     group, outputs, inputs = 32, 40, 96
     half = 1 << (bits - 1)
     codes = torch.randint(-half, half, (outputs, inputs), dtype=torch.int8, generator=draw)
@@ -105,7 +119,8 @@ def test_the_codes_are_found_again(name: str, bits: int, offsets: bool, draw: to
 def test_offsets_of_groups_of_sixteen_are_not_packed(draw: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets are multiplied with the sums of 32 inputs."""
     kernels = library.opened(VARIANTS[0])
-    monkeypatch.setattr(library, "PACKED_CODES", {(VARIANTS[0], torch.bfloat16)})
+    monkeypatch.setattr(library, "SCALED_SUMS", {(VARIANTS[0], torch.bfloat16)})
+    monkeypatch.setattr(library, "CODES_IN_ROWS", set())
     for group, offsets, packs in ((16, True, False), (16, False, True), (32, True, True)):
         weight, _ = drawn(draw, 32, 64, bits=8, group=group, offsets=offsets)
         assert kernels.packs_codes(torch.bfloat16, weight) == packs

@@ -6,7 +6,7 @@ from torch import Tensor
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.documents import ModelError
 from tandem.engine.layers.packed import PackedCodes, PackedWeight
-from tandem.engine.layers.quantized import GROUPS, LinearWeight, Table, quantized
+from tandem.engine.layers.quantized import GROUPS, LinearWeight, QuantizedWeight, Table, quantized
 from tandem.engine.layers.weights import WHOLE
 from tandem.engine.native.library import Kernels
 from tandem.engine.quantization import Quantization
@@ -38,7 +38,7 @@ class WeightSource:
         self._checkpoint = checkpoint
         self._quantization = quantization
         self._packing = packing
-        self._has_rows = packing is None  # linear layers that are not packed
+        self._has_rows = False  # linear layers that are not packed
         self._has_data = has_data
 
     def elsewhere(self) -> "WeightSource":
@@ -79,16 +79,15 @@ class WeightSource:
         return self._linear(name, outputs, inputs, rows, WHOLE)
 
     def packed(self, weight: Table) -> LinearWeight:
-        if self._packing is None:
-            return weight
-        if isinstance(weight, Tensor):
+        kernels = self._packing
+        if kernels is not None and isinstance(weight, Tensor) and kernels.packs(self.dtype):
             self.packed_bytes.append((weight.data_ptr(), weight.nbytes))
-            return PackedWeight.of(weight, self._packing)
-        if not self._packing.packs_codes(self.dtype, weight):
-            self._has_rows = True
-            return weight
-        self.packed_bytes.append((weight.codes.data_ptr(), weight.codes.nbytes))
-        return PackedCodes.of(weight, self._packing)
+            return PackedWeight.of(weight, kernels)
+        if kernels is not None and isinstance(weight, QuantizedWeight) and kernels.packs_codes(self.dtype, weight):
+            self.packed_bytes.append((weight.codes.data_ptr(), weight.codes.nbytes))
+            return PackedCodes.of(weight, kernels)
+        self._has_rows = True
+        return weight
 
     @property
     def are_packed(self) -> bool:

@@ -159,7 +159,7 @@ def _scheme(config: ModelConfig, asked: str | None) -> Quantization | None:
 def _packing(dtype: torch.dtype, device: str, own_bytes: int, share: float) -> Kernels | None:
     """What the weights are packed for; None: they stay as they are."""
     kernels = library.best()
-    if device != "cpu" or kernels is None or not kernels.packs(dtype):
+    if device != "cpu" or kernels is None or dtype not in library.DTYPES:
         return None
     return kernels if own_bytes <= share * machine_memory.total_bytes(device) else None
 

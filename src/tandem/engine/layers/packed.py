@@ -112,7 +112,7 @@ class PackedCodes(Packed):
             return pairs.transpose(2, 3).reshape(blocks, groups, together, self.group)
         words = codes.view(blocks, groups, -1, together, 2).to(torch.int32)  # of four inputs each
         words = words[..., 0] | words[..., 1] << 8
-        nibbles = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=3) - 8
+        nibbles = (torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=3) ^ 8) - 8
         # [..., four inputs, (pair, half of the outputs), (output, input of the pair)]
         parts = nibbles.view(blocks, groups, -1, 2, 2, together // 2, 2)
         return parts.permute(0, 1, 4, 5, 2, 3, 6).reshape(blocks, groups, together, self.group)

@@ -12,6 +12,7 @@
 namespace tandem {
 
 constexpr int LINE_BYTES = 64;  // of a cache
+constexpr int64_t NEAR_BYTES = 8 << 10;  // how far ahead is fetched where a block is read once
 
 class Ahead {
   public:

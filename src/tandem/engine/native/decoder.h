@@ -53,7 +53,7 @@ class Product {
             });
             turned_ = turned;
         }
-        if constexpr (HAS_PACKED_CODES<X>) {
+        if constexpr (SCALES_SUMS<X>) {
             const auto has_offsets = [](const Linear* weight) { return weight->is_packed && weight->has_offsets; };
             if (std::none_of(weights.begin(), weights.end(), has_offsets)) return;
             static Buffer memory;
@@ -100,10 +100,10 @@ class Product {
         const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
         if (HAS_PACKED<X> && linear.is_packed && !linear.bits) {
             if constexpr (HAS_PACKED<X>) products_packed(x_.from(m), rows, tile_, weight_at(linear, n), inputs_, next, to);
-        } else if (HAS_PACKED_CODES<X> && linear.is_packed) {
+        } else if (HAS_PACKED_CODES<X> && linear.is_packed && linear.bits) {
             if constexpr (HAS_PACKED_CODES<X>) {
                 const float* of = input_sums_ ? input_sums_ + m * input_sums_size(inputs_) : nullptr;
-                products_packed_codes(x_.from(m), of, rows, tile_, weight_at(linear, n), linear, next, to);
+                products_packed_codes<T>(x_.from(m), of, rows, tile_, weight_at(linear, n), linear, next, to);
             }
         } else if (linear.bits || linear.is_packed) {
             of_codes(for_plain(m), rows, linear, n, outputs, next, to);
@@ -146,7 +146,7 @@ class Product {
 
     const InputRows<T>& x_;
     const X* turned_ = nullptr;  // the same, for weights that are not packed; or null
-    const float* input_sums_ = nullptr;  // [rows][input_sums_size], for packed codes with offsets; or null
+    const float* input_sums_ = nullptr;  // [rows][input_sums_size], for packed codes with offsets, where sums are scaled; or null
     int64_t rows_, inputs_;
     int threads_, tile_;
     int64_t group_, step_;  // rows that go through a block together; and then through the next

@@ -36,9 +36,9 @@ NEEDS: dict[str, frozenset[str]] = {
 ONE_ORDER = ("avx512", "avx2")
 SPIN_NS = 200_000  # between two steps it is milliseconds, between two loops of a step it is microseconds
 MOST_HEAD_DIM = 512
-# That multiply packed weights as they lie, and packed codes
-PACKED = {("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16)}
-PACKED_CODES = {("avx512_bf16", torch.bfloat16)}
+PACKED = {("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16)}  # that multiply packed weights as they lie
+SCALED_SUMS = {("avx512_bf16", torch.bfloat16)}  # of packed codes: they multiply the codes, and scale what comes of it
+CODES_IN_ROWS = {("amx_bf16", torch.bfloat16)}  # that multiply codes in rows only
 PACKED_MULTIPLE = 32  # outputs and inputs of a packed weight
 DTYPES = (torch.float32, torch.bfloat16)  # others are torch's
 
@@ -184,8 +184,11 @@ class Kernels:
         return out
 
     def packs_codes(self, dtype: torch.dtype, weight: Codes) -> bool:
-        """The same of a weight of few bits. Offsets are multiplied with sums of so many inputs."""
-        return (self.name, dtype) in PACKED_CODES and not (weight.has_offsets and weight.group % PACKED_MULTIPLE)
+        """The same of a weight of few bits."""
+        if (self.name, dtype) in CODES_IN_ROWS:
+            return False
+        # there offsets are multiplied with the sums of so many inputs
+        return (self.name, dtype) not in SCALED_SUMS or not (weight.has_offsets and weight.group % PACKED_MULTIPLE)
 
     def pack_codes(self, rows: Codes, packed: Codes) -> None:
         """Fills the codes of `packed`, which says what they become."""

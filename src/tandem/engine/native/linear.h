@@ -16,7 +16,6 @@
 #pragma once
 
 #include "buffer.h"
-#include "packed_codes.h"
 #include "pool.h"
 
 #if defined(__AVX512F__)
@@ -26,6 +25,8 @@
 #else
 #include "products_avx2.h"
 #endif
+
+#include "products_codes_fp32.h"
 
 namespace tandem {
 
@@ -42,14 +43,23 @@ constexpr bool HAS_PACKED<bf16> = true;
 
 #endif
 
-// Whether they are multiplied with packed codes as they lie
+// Whether they are multiplied with packed codes as they lie; and whether sums are scaled then, or else the codes
 template <class X>
 constexpr bool HAS_PACKED_CODES = false;
+
+template <>
+constexpr bool HAS_PACKED_CODES<float> = true;
+
+template <class X>
+constexpr bool SCALES_SUMS = false;
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 template <>
 constexpr bool HAS_PACKED_CODES<bf16> = true;
+
+template <>
+constexpr bool SCALES_SUMS<bf16> = true;
 
 #endif
 

@@ -5,7 +5,7 @@
 //
 //     8, 6 bits   a byte each: of every pair of inputs those of all outputs, [group / 2][BLOCK][2]
 //     4 bits      two pairs are a line of the cache, 32 words of 16 bits: of word j the bits from 4 * i on are of pair
-//                 i / 2, of output 16 * (i % 2) + j / 2 and input j % 2; stored as 0 .. 15
+//                 i / 2, of output 16 * (i % 2) + j / 2 and input j % 2; negative ones are stored as 8 .. 15
 //
 // A lane is an output, as of `packed.h`, and all of a block is read from its beginning to its end.
 #pragma once
@@ -46,7 +46,7 @@ inline void unpack_codes(const Linear& layer, int64_t n, T* to) {
             int code;
             if (layer.bits == 4) {
                 const uint16_t* words = (const uint16_t*)codes + k / 4 * BLOCK;
-                code = (words[word + k % 2] >> (4 * (k / 2 % 2 * 2 + half)) & 15) - 8;
+                code = (words[word + k % 2] >> (4 * (k / 2 % 2 * 2 + half)) & 15 ^ 8) - 8;
             } else {
                 code = ((const int8_t*)codes)[(k / 2 * BLOCK + lane) * 2 + k % 2];
             }
@@ -75,7 +75,7 @@ inline void plain_row(const Linear& layer, int64_t n, T* to) {
 
 // --- packing -------------------------------------------------------------------------------------------------------------
 
-// Codes of a row of codes, a byte each; those of four bits as they are stored, 0 .. 15. to: whole blocks of PACKED_INPUTS
+// Codes of a row of codes, a byte each. to: whole blocks of PACKED_INPUTS
 inline void codes_of_row(const Linear& rows, int64_t n, uint8_t* to) {
     const uint8_t* from = (const uint8_t*)rows.weight + n * row_bytes<bf16>(rows);
     if (rows.bits == 8) {
@@ -88,7 +88,7 @@ inline void codes_of_row(const Linear& rows, int64_t n, uint8_t* to) {
             for (int64_t word = 0; word < WORDS; word++) {
                 uint16_t bits;
                 std::memcpy(&bits, from + 2 * word, sizeof bits);
-                to[k + i * WORDS + word] = bits >> (4 * i) & 15;
+                to[k + i * WORDS + word] = uint8_t((bits >> (4 * i) & 15) - 8);
             }
 }
 
@@ -100,7 +100,7 @@ inline void pack_codes(const Linear& rows, const Linear& layer, int64_t n, char*
     const int count = int(std::min<int64_t>(BLOCK, rows.outputs - n));
     static thread_local Buffer memory;
     uint8_t* codes = (uint8_t*)memory.get(BLOCK * size);
-    std::memset(codes, layer.bits == 4 ? 8 : 0, BLOCK * size);  // zeros
+    std::memset(codes, 0, BLOCK * size);
     for (int i = 0; i < count; i++) codes_of_row(rows, n + i, codes + i * size);
     for (int64_t k = 0; k < inputs; k += 4) {
         if (k % layer.group == 0) {
@@ -120,7 +120,7 @@ inline void pack_codes(const Linear& rows, const Linear& layer, int64_t n, char*
             uint16_t words[BLOCK];
             for (int j = 0; j < BLOCK; j++) {
                 words[j] = 0;
-                for (int i = 0; i < 4; i++) words[j] |= uint16_t(some[i][j / 2][j % 2] << (4 * i));
+                for (int i = 0; i < 4; i++) words[j] |= uint16_t((some[i][j / 2][j % 2] & 15) << (4 * i));
             }
             std::memcpy(to, words, sizeof words);
         } else {

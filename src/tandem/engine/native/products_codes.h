@@ -55,7 +55,7 @@ struct FourBitCodes {
 
     FourBitCodes() {
         alignas(64) bf16 some[32];
-        for (int i = 0; i < 32; i++) some[i] = to_bf16(float(i % 16 - 8));
+        for (int i = 0; i < 32; i++) some[i] = to_bf16(float(i % 16 < 8 ? i % 16 : i % 16 - 16));
         values = _mm512_load_si512(some);
     }
     __m512bh read(const char* at, int i) const {
@@ -197,6 +197,7 @@ inline void widen_codes(const Codes& codes, const CodedInputs& inputs, const Lin
 }
 
 // As `products_packed`, with a block of such a weight. of: [rows][input_sums_size], or null without offsets.
+template <class T>
 inline void products_packed_codes(const bf16* x, const float* of, int rows, int tile, const char* weight,
                                   const Linear& layer, const char* next, float* sums) {
     const int64_t bytes = packed_codes_bytes(layer), size = input_sums_size(layer.inputs);

@@ -10,8 +10,6 @@ namespace tandem {
 
 #if defined(__AVX512BF16__)
 
-constexpr int64_t NEAR_BYTES = 8 << 10;  // how far ahead is fetched where a block is read once
-
 // x: [steps][ROWS][PAIRED_INPUTS]; weight: a block; sums: [ROWS][BLOCK]
 template <int ROWS>
 inline void micro_packed(const bf16* x, const char* weight, int64_t inputs, Ahead& ahead, float* sums) {
