@@ -2,9 +2,9 @@
 
     weight[n, k] = codes[n, k] * scales[n, k // group] + offsets[n, k // group]
 
-rounded once, to the type that is computed with, where codes lie in rows: a weight of this is made row by row before it is
-multiplied, and has the bits of the plain weight it stands for. Where they are packed (`packed.py`), codes are multiplied,
-or weights in fp32: they are not rounded.
+Where codes lie in rows that is rounded once, to the type that is computed with: the weight is made row by row before it
+is multiplied, and has the bits of the plain weight it stands for. Where they are packed (`packed.py`) codes are
+multiplied, or weights in fp32: they are not rounded.
 
 How codes lie in memory is said in `native/quantized.h`.
 """
