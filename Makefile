@@ -123,8 +123,8 @@ sanitize: $(INSTALLED)
 	SANITIZE=1 $(BIN)/python setup.py --quiet build --parallel $$(nproc) --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib 2> $(VENV)/sanitize.log; \
 	PYTHONPATH=$(SANITIZED)/lib LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:cacheprovider tests/unit/test_native_kernels.py tests/unit/test_native_quantized.py \
-	  tests/unit/test_native_scan.py tests/unit/test_native_packed.py tests/unit/test_native_layers.py \
-	  tests/unit/test_int8_kv.py
+	  tests/unit/test_native_scan.py tests/unit/test_native_packed.py tests/unit/test_native_packed_codes.py tests/unit/test_native_layers.py \
+	  tests/unit/test_int8_kv.py tests/unit/test_draws.py
 
 fuzz: $(INSTALLED)
 	@$(BIN)/python tests/fuzz $(FUZZ_TARGET) --seconds $(FUZZ_SECONDS) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
