@@ -168,7 +168,12 @@ class Alone:
 
     def __init__(self, page_size: int, quantization: str | None = None, *, kv_is_int8: bool = False) -> None:
         num_pages = ceil_div(MOST_TOKENS, page_size)
-        model = weights.load(MODEL, quantization=quantization, kv_is_int8=kv_is_int8)
+        model = weights.load(
+            MODEL,
+            quantization=quantization,
+            kv_is_int8=kv_is_int8,
+            packing_share=weights.PACKING_SHARE if kv_is_int8 else 0.0,  # as of a worker
+        )
         self._engine = Engine(model, page_size=page_size, num_pages=num_pages, deterministic=not kv_is_int8)
         self._pages = tuple(map(PageId, range(num_pages)))
         self._known: dict[tuple[tuple[int, ...], int, bytes], list[tuple[int, float]]] = {}
