@@ -29,6 +29,16 @@ def test_what_only_could_be_better_is_a_note_with_a_remedy(monkeypatch: pytest.M
         assert remedy in found.text
 
 
+@pytest.mark.parametrize(("named", "reason"), [("foo", "is unknown"), ("amx_bf16", "is not built, or not for this")])
+def test_kernels_that_are_named_and_not_there_are_bad(monkeypatch: pytest.MonkeyPatch, named: str, reason: str) -> None:
+    monkeypatch.setattr(library, "available", lambda: ("avx2",))
+    monkeypatch.setenv(library.SWITCH, named)
+    *_, kernels = doctor.engine()
+    assert kernels.level == BAD
+    assert kernels.text.startswith(f"TANDEM_NATIVE={named!r} in the environment {reason}")
+    assert kernels.text.endswith("here there are avx2, off")
+
+
 def test_a_port_that_is_taken_is_named_with_the_command_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]

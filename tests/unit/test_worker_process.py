@@ -246,6 +246,14 @@ def test_a_kv_pool_beyond_the_machine_is_refused_at_start_with_what_fits() -> No
         start(launch, BlockingChannel(worker, wire.NodeToWorker))
 
 
+def test_kernels_that_are_named_and_not_there_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_NATIVE", "avx3")
+    launch = Launch(ServerConfig(model="tandem/mini"), str(MINI), Incarnation("s", "1"), 0, 1, 0)
+    node, worker = socket.socketpair()
+    with node, worker, pytest.raises(ServerFailure, match="TANDEM_NATIVE='avx3' in the environment is unknown"):
+        start(launch, BlockingChannel(worker, wire.NodeToWorker))
+
+
 def test_a_promise_that_cannot_be_kept_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -88,6 +88,9 @@ def engine() -> Iterator[Finding]:
     yield Finding(OK, "torch", machine_report.torch_text())
     yield processor(cgroups.num_cores(), machine_report.features_text())
     yield memory(machine_report.memory_bytes())
+    if (complaint := machine_report.switch_complaint()) is not None:
+        yield Finding(BAD, "kernels", complaint)
+        return
     kind, remedy = machine_report.kernels()
     yield Finding(NOTE, "kernels", f"{kind}: {remedy}") if remedy else Finding(OK, "kernels", kind)
 

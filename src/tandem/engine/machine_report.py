@@ -10,6 +10,7 @@ import torch
 
 from tandem.engine.machine_memory import total_bytes
 from tandem.engine.native import library
+from tandem.logtext import shown
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
 
@@ -26,6 +27,19 @@ def memory_bytes() -> int:
 def features_text() -> str:
     has = library.processor_flags()
     return ", ".join(name for name in FEATURES if name in has) or "no AVX2"
+
+
+def switch_complaint() -> str | None:
+    """Why what TANDEM_NATIVE names cannot compute here. None: it can, or names nothing.
+
+    Why at all: whoever names kernels measures or compares them, and would believe the numbers of others.
+    """
+    wanted = os.environ.get(library.SWITCH, "")
+    there = (*library.available(), library.OFF)
+    if wanted in ("", *there):
+        return None
+    reason = "not built, or not for this processor" if wanted in library.NEEDS else "unknown"
+    return f"{library.SWITCH}={shown(wanted)} in the environment is {reason}; here there are {', '.join(there)}"
 
 
 def kernels() -> tuple[str, str]:
