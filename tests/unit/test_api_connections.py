@@ -17,6 +17,7 @@ from tandem.core.events import AbortRequested
 from tandem.server.api import connections
 from tandem.server.api.accept import BoundedServer
 from tandem.server.api.connections import (
+    ENDING,
     ConnectionBounds,
     api_bounds,
     raise_fd_limit,
@@ -36,8 +37,21 @@ Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Port:
-    def __init__(self, number: int, bounds: ConnectionBounds) -> None:
+    def __init__(self, number: int, bounds: ConnectionBounds, server: BoundedServer, task: asyncio.Task[None]) -> None:
         self.number, self.bounds = number, bounds
+        self._server, self._task = server, task
+
+    def begin_to_end(self) -> None:
+        self._server.should_exit = True
+
+    def last_stays(self) -> list[bool]:
+        """Of each connection, whether it is kept behind the last request that has begun to come."""
+        connections: set[Any] = self._server.server_state.connections
+        return [connection.cycle.keep_alive for connection in connections]
+
+    async def has_ended(self) -> None:
+        async with asyncio.timeout(20):
+            await asyncio.shield(self._task)
 
     async def open(self, data: bytes = b"") -> Opened:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.number)
@@ -57,12 +71,12 @@ class Port:
 
 @contextlib.asynccontextmanager
 async def serving(app: Any, bounds: ConnectionBounds) -> AsyncIterator[Port]:
-    server = BoundedServer(app, bounds, drain_seconds=0)
+    server = BoundedServer(app, bounds, drain_seconds=int(LONG))
     listener = socket.create_server(("127.0.0.1", 0))
     task = asyncio.create_task(server.serve([listener]))
     try:
         await until(lambda: server.started)
-        yield Port(listener.getsockname()[1], bounds)
+        yield Port(listener.getsockname()[1], bounds, server, task)
     finally:
         server.should_exit = server.force_exit = True
         await task
@@ -497,6 +511,45 @@ def test_a_body_that_stands_still_ends_its_connection() -> None:
         await until(lambda: port.bounds.num_open == 0)
 
     serves(story, body_s=0.05)
+
+
+def test_a_port_that_ends_waits_for_no_body_and_says_so() -> None:
+    app = RouterApp(RouterConfig(workers=())).app
+
+    async def story(port: Port) -> None:
+        reader, writer = await port.open(generate({"text": "x"}, missing=10))
+        await until(lambda: port.bounds.num_requests == 1)
+        port.begin_to_end()
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert error_code(answer) == "draining"
+        writer.close()
+        await port.has_ended()
+
+    serves(story, app)
+
+
+def test_a_port_that_ends_gives_the_answer_that_stands_before_a_body_that_has_not_come() -> None:
+    goes_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await goes_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def story(port: Port) -> None:
+        reader, writer = await port.open(HEALTH + generate({"text": "x"}, missing=10))
+        await until(lambda: port.bounds.num_requests == 1)
+        port.begin_to_end()
+        await until(lambda: not any(port.last_stays()))
+        goes_on.set()
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"\r\n\r\ndone" + ENDING in answer
+        writer.close()
+        await port.has_ended()
+
+    serves(story, app)
 
 
 def test_a_body_that_does_not_come_by_its_deadline_is_answered() -> None:

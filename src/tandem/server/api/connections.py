@@ -142,6 +142,7 @@ class BoundedHttp1(Http1):
     _timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
     _is_refused = False
+    _is_ending = False  # the port does
     _is_open = True  # one of `num_open`, since it was accepted
     _has_asked = False  # the head of a request has come whole
     # The requests that are under way, in order, and whether each is one of `num_requests`.
@@ -276,9 +277,11 @@ class BoundedHttp1(Http1):
         is_next_there = bool(self.pipeline)
         _, counts = self._under_way.popleft()
         self.bounds.num_requests -= counts
+        if not self._is_refused:
+            super().on_response_complete()
+            self._refuse_unfinished()  # of a request that has waited behind this one
         if self._is_refused:
             return  # it lingers
-        super().on_response_complete()
         if self.transport.is_closing():
             if self.bounds.request_s is None:  # else with the deadline of its request
                 self._limit(self.bounds.write_s)  # the answer may still wait for somebody to read it
@@ -286,6 +289,21 @@ class BoundedHttp1(Http1):
             self._limit(self.bounds.request_s)
         else:
             self._wait(self.bounds.idle_s)
+
+    def shutdown(self) -> None:
+        """The port ends: what runs may finish. Who has not sent all of its request yet may never do it."""
+        self._is_ending = True
+        self._refuse_unfinished()
+        if not self._is_refused:
+            super().shutdown()
+
+    def _refuse_unfinished(self) -> None:
+        cycle = self.cycle  # the last one that has begun to come
+        if not self._is_ending or self._is_refused or cycle is None or self.pipeline:
+            return
+        if cycle.more_body and not cycle.response_started:
+            self._refuse(ENDING)
+            self._linger()
 
     def pause_writing(self) -> None:
         self._write_timer = self.loop.call_later(self.bounds.write_s, self.cut)
