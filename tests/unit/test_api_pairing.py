@@ -314,6 +314,14 @@ def test_a_decode_that_computes_no_prompt_says_what_differs() -> None:
     assert error["param"] == "min_tokens"
 
 
+@pytest.mark.parametrize(("name", "value"), [("remote_room", 0), ("remote_room", "x"), ("remote_port", 65536)])
+def test_what_is_wrong_with_the_other_half_is_named_as_it_was_said(name: str, value: int | str) -> None:
+    other = {"do_remote_prefill": True, "remote_host": "127.0.0.2", "remote_port": 5, "remote_room": "8"}
+    error = refusal_of(decode(), {"kv_transfer_params": other | {name: value}})
+    assert error["param"] == f"kv_transfer_params.{name}"
+    assert error["message"].startswith(error["param"])
+
+
 def test_a_room_that_a_router_names_itself_comes_first() -> None:
     body = {"prompt": "x", **PAIR}
     (at_prefill,) = requests_of(prefill(), body | WANTED)

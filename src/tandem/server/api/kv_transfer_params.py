@@ -25,7 +25,7 @@ from tandem.server.api.body import ChatBody, CompletionBody, Routing, decode_bod
 from tandem.server.api.bounds import MAX_ROOM, Int
 from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.limits import ModelLimits
-from tandem.server.api.validation import SampleRequest
+from tandem.server.api.validation import SampleRequest, check_port, check_room
 
 FIELD = "kv_transfer_params"
 NAME = f'"{FIELD}"'.encode()
@@ -87,8 +87,10 @@ def follow(params: KvTransferParams | None, body: Struct, routing: Routing, limi
         if limits.is_strict_remote:
             raise contradiction("min_tokens", "is not what prefill was told, and this decode computes no prompt itself")
         return False
-    routing.bootstrap_room = params.remote_room
-    routing.bootstrap_host, routing.bootstrap_port = params.remote_host, params.remote_port
+    port = params.remote_port
+    routing.bootstrap_room = check_room(params.remote_room, f"{FIELD}.remote_room")
+    routing.bootstrap_host = params.remote_host
+    routing.bootstrap_port = None if port is None else check_port(port, f"{FIELD}.remote_port")
     return True
 
 

@@ -526,24 +526,27 @@ def rooms_of(value: int | str | list[int | str | None] | None, samples: Sequence
     ]
 
 
-def check_room(value: int | str | None) -> Room | None:
+def check_room(value: int | str | None, param: str = "bootstrap_room") -> Room | None:
     if value is None:
         return None
     if isinstance(value, str):
         if not (value.isascii() and value.isdigit() and len(value) <= 19 and value[0] != "0"):
-            raise invalid("bootstrap_room", f"{value[:40]!r} is not a decimal integer")
+            raise invalid(param, f"{value[:40]!r} is not a decimal integer")
         value = int(value)
     if not 0 < value <= MAX_ROOM:
-        raise invalid("bootstrap_room", f"must lie between 1 and {MAX_ROOM}")
+        raise invalid(param, f"must lie between 1 and {MAX_ROOM}")
     return Room(value)
+
+
+def check_port(value: int, param: str = "bootstrap_port") -> int:
+    if not 0 < value <= MAX_PORT:
+        raise invalid(param, f"must lie between 1 and {MAX_PORT}")
+    return value
 
 
 def check_address(host: str, port: int | None, limits: ModelLimits) -> Address:
     """Of a host that `Hosts` has let pass."""
-    port = limits.bootstrap_port if port is None else port
-    if not 0 < port <= MAX_PORT:
-        raise invalid("bootstrap_port", f"must lie between 1 and {MAX_PORT}")
-    return Address(without_brackets(host), port)
+    return Address(without_brackets(host), limits.bootstrap_port if port is None else check_port(port))
 
 
 # what both halves derive alike
