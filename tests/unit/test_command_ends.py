@@ -164,6 +164,16 @@ def test_a_pair_has_the_secret_of_its_user_where_there_is_one(monkeypatch: pytes
     assert secret_flags(tmp_path) == []  # and a server says what is wrong with it
 
 
+@pytest.mark.parametrize("words", [["--version"], ["--help"], [], ["serve", "--help"]])
+def test_a_text_that_cannot_be_written_is_told_in_a_line(words: list[str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*TANDEM, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=environment
+        )
+    assert (done.returncode, done.stderr) == (1, "tandem: error: [Errno 28] No space left on device\n")
+
+
 def test_a_command_ends_whose_error_nobody_reads() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

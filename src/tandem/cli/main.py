@@ -11,9 +11,10 @@ import importlib
 import os
 import select
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn  # what argparse takes for a file is told to type checkers only
 
 import tandem
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
@@ -65,6 +66,10 @@ class Parser(argparse.ArgumentParser):
             self.usage = " ".join([self.prog, *words, "[flags]"])
         return super().format_help()
 
+    def print_help(self, file: Any = None) -> None:
+        """argparse's says nothing where the text cannot be written."""
+        print(self.format_help(), end="", file=file)
+
     def action_of(self, word: str) -> argparse.Action | None:
         """Whose flag this is, with a value behind = or without; None: it is no flag."""
         return self._option_string_actions.get(word.partition("=")[0])
@@ -114,11 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
+        return ended(partial(_say, usage()))
     if words[0] == "--version":
-        print(f"tandem {tandem.__version__}")
-        return 0
+        return ended(partial(_say, f"tandem {tandem.__version__}"))
     command = words[0]
     if command not in COMMANDS:
         print(
@@ -132,14 +135,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(command, words[1:])
 
 
+def _say(text: str) -> int:
+    print(text)
+    return 0
+
+
 def run_command(command: str, words: Sequence[str]) -> int:
+    return ended(partial(_run_command, command, words))
+
+
+def _run_command(command: str, words: Sequence[str]) -> int:
+    # Why not at the top: `tandem chat` need not wait for what `tandem serve` imports.
+    with no_collector():
+        module = importlib.import_module(f"tandem.cli.{command}")
+    parser = Parser(prog=f"tandem {command}", description=COMMANDS[command], allow_abbrev=False)
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse(words))
+    return code
+
+
+def ended(run: Callable[[], int]) -> int:
+    """The exit code of `run`, or of what went wrong in it, with the line that says what."""
     try:
-        # Why not at the top: `tandem chat` need not wait for what `tandem serve` imports.
-        with no_collector():
-            module = importlib.import_module(f"tandem.cli.{command}")
-        parser = Parser(prog=f"tandem {command}", description=COMMANDS[command], allow_abbrev=False)
-        module.add_arguments(parser)
-        code: int = module.run(parser.parse(words))
+        try:
+            code = run()
+        except SystemExit:  # the help was shown
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()  # here, where what goes wrong with it has a line and an exit code
         return code
     except CommandFailed as failure:
