@@ -217,6 +217,16 @@ def test_up_on_a_port_that_is_taken_says_so() -> None:
     assert up.stdout == "", "neither that it starts nor that it is ready"
 
 
+def test_a_router_on_a_port_that_is_taken_names_it_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        router = run_tandem("router", "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2", "--port", str(port))
+    assert router.returncode == 1
+    assert router.stderr.splitlines()[-1] == (
+        f"tandem: error: cannot listen on 127.0.0.1:{port}: Address already in use; use another --port"
+    )
+
+
 def test_a_router_that_inherits_no_socket_says_so() -> None:
     router = run_tandem("router", "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2", "--fd", "99")
     assert router.returncode == 1

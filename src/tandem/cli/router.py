@@ -1,7 +1,9 @@
 """`tandem router`: one address in front of prefill and decode servers."""
 
 import argparse
+import errno
 import logging
+import os
 from collections.abc import Sequence
 
 from tandem.cli.failure import CommandFailed
@@ -38,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
         listener = listen(config)
     except OSError as error:
         where = f"{config.host}:{config.port}" if config.fd is None else f"file descriptor {config.fd}"
-        raise CommandFailed(f"cannot listen on {where}: {error.strerror or error}") from None
+        reason = os.strerror(error.errno) if error.errno else str(error)  # its own text repeats the address
+        remedy = "; use another --port" if error.errno == errno.EADDRINUSE else ""
+        raise CommandFailed(f"cannot listen on {where}: {reason}{remedy}") from None
     if (warning := open_to_others(config)) is not None:
         logging.getLogger("tandem.router").warning(warning)
     host = f"[{config.host}]" if ":" in config.host else config.host
