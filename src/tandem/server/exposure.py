@@ -32,6 +32,13 @@ def open_to_others(config: Reachable) -> str | None:
     return f"no API key is set: everybody who reaches {config.host} may use this server (--api-key-file)"
 
 
+def one_family(config: Reachable) -> str | None:
+    """A line for the log, where a server listens everywhere but not to IPv4, as others do with the same address."""
+    if config.host != "::":
+        return None
+    return "--host :: is IPv6 only: nobody reaches this server by IPv4 (--host 0.0.0.0 is IPv4 only)"
+
+
 def listens_on_loopback(host: str) -> bool:
     """Whether nobody but this machine can reach a server that listens there."""
     if is_number(host) or host == "localhost":
