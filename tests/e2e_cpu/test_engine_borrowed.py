@@ -166,6 +166,21 @@ REFUSED: dict[str, tuple[str, str, dict[str, object], str]] = {
         {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 6, "first_k_dense_replace": 1},
         "do not have heads of one size",
     ),
+    "latent_with_fewer_heads": (
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        {
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 9,
+            "num_key_value_heads": 3,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+        "by its num_key_value_heads 2 heads share one for keys and values, in its layers 1",
+    ),
     "two_calls": ("diffllama", "DiffLlamaForCausalLM", {}, "its layer 1 calls attention as 0"),
     "states": (
         "recurrent_gemma",

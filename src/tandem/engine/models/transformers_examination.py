@@ -148,6 +148,11 @@ class _Recorder:
         if key.shape != value.shape or query.shape[2:] != key.shape[2:] or query.shape[1] % key.shape[1]:
             shapes = " and ".join(str(tuple(each.shape)) for each in (query, key, value))
             raise Unfit(f"queries, keys and values of a layer do not have heads of one size ({shapes})")
+        sharing = query.shape[1] // key.shape[1]
+        if (told := getattr(module, "num_key_value_groups", sharing)) != sharing:
+            raise Unfit(
+                f"by its num_key_value_heads {shown(told)} heads share one for keys and values, in its layers {sharing}"
+            )
         asked = {name: thing for name, thing in given.items() if thing is not None and name not in WITHOUT_EFFECT}
         scale = asked.pop("scaling", query.shape[3] ** -0.5)
         window, soft_cap = asked.pop("sliding_window", None), asked.pop("softcap", None)
