@@ -144,7 +144,7 @@ def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
         ({"head_dim": 3}, "head dimension 3 is odd"),
         ({"hidden_size": 9}, "hidden_size 9 is not divisible by 4 heads"),
-        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": "exaone"}, "LlamaForCausalLM of the model_type 'exaone' is not supported, only of 'llama'"),
         ({"model_type": 4}, "model_type"),
         ({"dtype": 4}, "dtype"),
         ({"dtype": "x" * 1000}, "dtype"),

@@ -335,9 +335,12 @@ def _family(raw: dict[str, Any], name: str) -> Family:
             f"config.json: the architecture {shown(name)} is not supported; known are {', '.join(FAMILIES)} "
             "(docs/models.md says what another one needs)"
         )
-    model_type = Fields(WHERE, raw).text("model_type", default=FAMILIES[name].model_type)
-    if model_type != FAMILIES[name].model_type:
-        raise ModelError(f"config.json: {name} has the model_type {shown(model_type)}; the file is broken")
+    known = FAMILIES[name].model_type
+    if (model_type := Fields(WHERE, raw).text("model_type", default=known)) != known:
+        raise ModelError(
+            f"config.json: {name} of the model_type {shown(model_type)} is not supported, only of {known!r}: "
+            "the fields of another one may mean something else"
+        )
     return FAMILIES[name]
 
 
