@@ -1,10 +1,12 @@
 """How commands end whatever they are given, and however the other end goes: a line and a code, no traceback."""
 
 import argparse
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,8 @@ import pytest
 from tandem.cli import chat, demo, doctor, serve
 from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
-from tandem.cli.fleet import secret_flags
+from tandem.cli.fleet import secret_flags, temporary_fleet
+from tandem.cli.gguf_source import directory_of
 from tandem.membership import read_secret
 
 TANDEM = [sys.executable, "-m", "tandem.cli.main"]
@@ -76,6 +79,22 @@ def test_what_the_system_refuses_a_pair_is_a_finding(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(doctor, "temporary_fleet", full)
     found = doctor.pair("tandem/mini")
     assert (found.level, "No space left" in found.text) == (doctor.BAD, True)
+
+
+def test_where_no_file_can_be_written_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(**_: object) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with (
+        pytest.raises(CommandFailed, match=r"\(Read-only file system\); have TMPDIR name"),
+        temporary_fleet("x", engines=1),
+    ):
+        pass
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(CommandFailed, match="Not a directory; have XDG_CACHE_HOME name"):
+        directory_of(tmp_path / "file")
 
 
 @pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])

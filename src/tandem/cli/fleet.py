@@ -193,13 +193,22 @@ def temporary_fleet(name: str, *, engines: int) -> Iterator[Fleet]:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _interrupt)
-    fleet = Fleet(Path(tempfile.mkdtemp(prefix=f"tandem-{name}-")), engines)
+    fleet = Fleet(folder_for_logs(name), engines)
     try:
         with fleet:
             yield fleet
     finally:
         if not fleet.needs_logs:
             shutil.rmtree(fleet.folder)
+
+
+def folder_for_logs(name: str) -> Path:
+    """A new one in the folder for temporary files. Raises CommandFailed."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"tandem-{name}-"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CommandFailed(f"no folder for logs can be made ({reason}); have TMPDIR name one to write to") from None
 
 
 def _interrupt(_number: int, _frame: object) -> None:

@@ -37,7 +37,10 @@ def directory_of(file: Path) -> Path:
             if not made.exists():
                 make(file, made)
     except OSError as error:
-        raise CommandFailed(f"{file}: {made} cannot be made of it: {error.strerror or error}") from error
+        reason = error.strerror or str(error)
+        raise CommandFailed(
+            f"{file}: {made} cannot be made of it: {reason}; have XDG_CACHE_HOME name a place for it"
+        ) from error
     return made
 
 
