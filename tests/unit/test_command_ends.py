@@ -4,6 +4,7 @@ import argparse
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -95,6 +96,22 @@ def test_where_no_file_can_be_written_the_remedy_is_named(monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(CommandFailed, match="Not a directory; have XDG_CACHE_HOME name"):
         directory_of(tmp_path / "file")
+
+
+def test_where_loopback_is_down_nothing_is_started_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with (
+        pytest.raises(CommandFailed, match=r"127.0.0.1 cannot be reached \(Network is unreachable\)"),
+        temporary_fleet("x", engines=1),
+    ):
+        pass
+    assert not list(tmp_path.iterdir()), "no folder without logs is left"
 
 
 @pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])

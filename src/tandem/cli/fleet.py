@@ -195,6 +195,7 @@ def temporary_fleet(name: str, *, engines: int) -> Iterator[Fleet]:
             signal.signal(number, _interrupt)
     fleet = Fleet(folder_for_logs(name), engines)
     try:
+        check_loopback()
         with fleet:
             yield fleet
     finally:
@@ -209,6 +210,19 @@ def folder_for_logs(name: str) -> Path:
     except OSError as error:
         reason = error.strerror or str(error)
         raise CommandFailed(f"no folder for logs can be made ({reason}); have TMPDIR name one to write to") from None
+
+
+def check_loopback() -> None:
+    """Raises CommandFailed where nobody can connect to this machine: no member would ever be seen to be ready."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=PROBE_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CommandFailed(
+            f"127.0.0.1 cannot be reached ({reason}), where the servers would listen; is the loopback device up "
+            "(ip link set lo up)?"
+        ) from None
 
 
 def _interrupt(_number: int, _frame: object) -> None:
