@@ -151,6 +151,27 @@ def test_the_cause_of_an_end_is_found_behind_more_log_than_there_is_memory(tmp_p
     assert member.cause_of_end() == "no model there"
 
 
+def test_a_log_that_grows_keeps_its_end_and_the_cause_of_an_end(
+    story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.cli.fleet.MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr("tandem.cli.fleet.KEPT_LOG_BYTES", 100)
+    story.member.log = tmp_path / "long.log"
+    with story.member.log.open("ab", buffering=0) as written:  # as a member has it
+        written.write(b"tandem: error: of a former life\n" * 31)
+        story.member.life_at = written.tell() - 32
+        story.it.look()
+        assert written.tell() == story.member.log.stat().st_size == 31 * 32, "it is not too long"
+        written.write(b"tandem: error: no model there\n")
+        story.it.look()
+        written.write(b"and more\n")
+    lines = story.member.log.read_text().splitlines()
+    assert lines == ["tandem: error: of a former life", "tandem: error: of a former life", *lines[-2:]]
+    assert lines[-2:] == ["tandem: error: no model there", "and more"]
+    assert story.member.life_at == 32
+    assert story.member.cause_of_end() == "no model there"
+
+
 @pytest.mark.parametrize("told_twice_while", ["it says so", "it drains"])
 def test_who_is_told_again_while_it_drains_kills_what_is_left(
     told_twice_while: str, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,7 @@ PROBE_S = 1.0
 BACKLOG = 2048  # connections that wait for a router
 ERROR_MARK = "tandem: error: "
 LAST_BYTES = 1 << 16  # of a log, in which an error line is looked for
+MAX_LOG_BYTES, KEPT_LOG_BYTES = 64 << 20, 16 << 20  # of a log that is longer, so much of its end stays
 
 
 @dataclass(slots=True)
@@ -66,6 +67,21 @@ class Member:
             if line.startswith(ERROR_MARK):
                 return line.removeprefix(ERROR_MARK)
         return None
+
+    def bound_log(self) -> None:
+        """Who writes it appends, and goes on behind what is kept. A line that comes in between may be lost."""
+        with contextlib.suppress(OSError):  # somebody has tidied up, or the disk is full
+            if self.log.stat().st_size <= MAX_LOG_BYTES:
+                return
+            with self.log.open("r+b") as file:
+                file.seek(-KEPT_LOG_BYTES, os.SEEK_END)
+                file.readline()  # the rest of one
+                cut = file.tell()
+                kept = file.read(MAX_LOG_BYTES)
+                file.truncate(0)
+            self.life_at = max(0, self.life_at - cut)
+            with self.log.open("ab") as file:
+                file.write(kept)
 
 
 @dataclass(slots=True)

@@ -61,6 +61,7 @@ class Supervisor:
 
     def look(self) -> None:
         for member in self._fleet.members:
+            member.bound_log()
             self._look_at(member, self._restarts[member.name])
 
     def _look_at(self, member: Member, restarts: Restarts) -> None:
