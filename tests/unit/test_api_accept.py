@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.server.api import accept
 from tandem.server.api.accept import PER_TURN, BoundedServer
-from tandem.server.api.connections import BoundedHttp1, ConnectionBounds
+from tandem.server.api.connections import ENDING, BoundedHttp1, ConnectionBounds
 
 LONG = 3600.0
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -191,6 +191,18 @@ def test_who_was_let_in_and_has_no_transport_at_the_end_of_a_port_is_told_why() 
         said = [await answer(client) for client in clients[PER_TURN:]]
         assert [(it[:12], b"draining" in it) for it in said] == [(b"HTTP/1.1 503", True)] * 2
         await until(lambda: port.bounds.num_open == PER_TURN)
+
+    serves(story)
+
+
+def test_who_gets_its_transport_while_a_port_ends_does_not_stay() -> None:
+    async def story(port: Port) -> None:
+        client = port.connect()
+        await until(lambda: port.bounds.num_open == 1)
+        assert not port.server.server_state.connections, "the transport is being made"
+        port.server.servers[0].close()
+        assert await answer(client) == ENDING
+        await until(lambda: port.bounds.num_open == 0)
 
     serves(story)
 

@@ -72,6 +72,7 @@ class HttpListener:
         self._sock, self._bounds, self._make = sock, bounds, make
         self._loop = asyncio.get_running_loop()
         self._let_in: deque[socket.socket] = deque()  # with a place each
+        self._is_closed = False
         self._is_connecting = False  # the next turn will begin with `_connect_some`
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused: dict[RefusedConnection, None] = {}
@@ -83,6 +84,7 @@ class HttpListener:
 
     def close(self) -> None:
         """Nobody is accepted or let in any more. The listening socket stays the caller's."""
+        self._is_closed = True
         self._loop.remove_reader(self._sock)
         if self._retry is not None:
             self._retry.cancel()
@@ -141,11 +143,18 @@ class HttpListener:
             self._loop.call_soon(self._connect_some)
 
     async def _connect(self, connection: BoundedHttp1, sock: socket.socket) -> None:
+        if self._is_closed:
+            connection.leave_place()
+            turn_away(sock)
+            return
         try:
             await self._loop.connect_accepted_socket(lambda: connection, sock)
         except OSError:  # it has left
             connection.leave_place()
             sock.close()
+            return
+        if self._is_closed:
+            connection.shutdown()  # the others were told before it was one of them
 
     def _refuse(self, sock: socket.socket, answer: bytes) -> None:
         bounds = self._bounds
