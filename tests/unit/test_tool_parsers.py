@@ -34,13 +34,21 @@ CASES: list[tuple[ToolFormat, str, Summary]] = [
     (HERMES, '<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>', ("", [("f", '{"a": 1}')])),
     (HERMES, '<tool_call>{"id": 7, "name": "f", "x": null, "parameters": [1]}', ("", [("f", "[1]")])),
     (HERMES, '<tool_call>{"name":"f","arguments":{}}</tool_call> done', (" done", [("f", "{}")])),
+    (HERMES, "a \n<tool_call>nothing", ("a \n<tool_call>nothing", [])),
+    (HERMES, '<tool_call>\n<tool_call>\n{"name":"f"}', ("<tool_call>\n", [("f", "{}")])),
     (LLAMA3, "plain {", ("plain {", [])),
     (LLAMA3, f'{{"name": "add", "parameters": {ADD_JSON}}}', ("", [("add", ADD_JSON)])),
     (LLAMA3, f'<|python_tag|>{{"name": "add", "parameters": {ADD_JSON}}}', ("", [("add", ADD_JSON)])),
     (LLAMA3, '{"name": "f"}; {"name": "g", "parameters": {}}', ("", [("f", "{}"), ("g", "{}")])),
     (LLAMA3, '{"answer": 42}', ('{"answer": 42}', [])),
     (LLAMA3, "<|python", ("<|python", [])),
+    (LLAMA3, "\n<|python_tag|>print(1)", ("\n<|python_tag|>print(1)", [])),
     (MISTRAL, "plain [TOOL", ("plain [TOOL", [])),
+    (MISTRAL, "a [TOOL_CALLS] is a mark, {x}", ("a [TOOL_CALLS] is a mark, {x}", [])),
+    (MISTRAL, '[TOOL_CALLS][{"na', ('[TOOL_CALLS][{"na', [])),
+    (MISTRAL, "[TOOL_CALLS][1, 2]", ("[TOOL_CALLS][1, 2]", [])),
+    (MISTRAL, "[TOOL_CALLS][TOOL_CALLS]f{}", ("[TOOL_CALLS]", [("f", "{}")])),
+    (MISTRAL, f"[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{ADD_JSON}", ("", [("add", ADD_JSON)])),
     (MISTRAL, f'[TOOL_CALLS][{{"name": "add", "arguments": {ADD_JSON}}}]', ("", [("add", ADD_JSON)])),
     (MISTRAL, '[TOOL_CALLS] [{"name": "f"}, {"name": "g"}]', ("", [("f", "{}"), ("g", "{}")])),
     (MISTRAL, f"[TOOL_CALLS]add[ARGS]{ADD_JSON}", ("", [("add", ADD_JSON)])),
@@ -95,7 +103,18 @@ def test_an_answer_is_taken_apart_at_once_and_character_by_character(
 
 
 FRAGMENTS = (
-    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "text", "\n "),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[CALL_ID]",
+        "[ARGS]",
+        "<|python_tag|>",
+        "<think>",
+        "</think>",
+        "text",
+        "\n ",
+    ),
     *(
         '{"name": "f", "arguments": {"a": "}\\""}}',
         '{"name"',
@@ -125,6 +144,25 @@ def test_the_pieces_in_which_a_text_comes_change_nothing(
 ) -> None:
     text = "".join(fragments)
     assert parsed(format, in_pieces(text, cuts)) == parsed(format, [text])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([HERMES, LLAMA3, MISTRAL]), st.lists(st.sampled_from(FRAGMENTS), max_size=8))
+def test_nothing_of_an_answer_without_calls_is_lost(format: ToolFormat, fragments: list[str]) -> None:
+    answer = "".join(fragments)
+    text, calls = parsed(format, [answer])
+    assert calls or text == answer
+
+
+def test_prose_behind_a_mark_does_not_wait_for_the_end() -> None:
+    parser = MISTRAL.parser(["f"])
+    assert summary(parser.feed("[TOOL_CALLS] means\nthat")) == ("[TOOL_CALLS] means\nthat", [])
+
+
+def test_a_name_with_spaces_is_one_where_there_is_such_a_function() -> None:
+    for names, found in ((["my f"], ("", [("my f", "{}")])), (["f"], ("[TOOL_CALLS]my f{}", []))):
+        parser = MISTRAL.parser(names)
+        assert summary([*parser.feed("[TOOL_CALLS]my f{}"), *parser.finish()]) == found
 
 
 def test_arguments_go_out_as_they_come() -> None:

@@ -58,7 +58,7 @@ Literal = Callable[[str], str]  # a text as a Lark expression
 class CallObject:
     """One call as a JSON object, `{"name": ..., "arguments": {...}}`.
 
-    `opening`: the mark before it, which belongs to the text if it is none. `name`: where only the arguments are left.
+    `opening`: what is before it, which belongs to the text if it is none. `name`: where only the arguments are left.
     `names`: those that a call may have; None: any.
     """
 
@@ -86,17 +86,20 @@ class CallObject:
             self._key, self._at = ARGUMENTS[0], self._before_value
 
     def feed(self, text: str) -> tuple[int, list[Piece]]:
-        """How many characters of it belong to this call, and what is certain by them."""
+        """How many characters of it belong to this call, and what is certain by them. The one that shows that it is
+        none does not: a call may begin with it."""
         taken = 0
-        while taken < len(text) and not self.is_done and not self.is_broken:
+        while taken < len(text) and not self.is_done:
             found = self._run.match(text, taken) if self._at == self._in_value else None
             some = text[taken] if found is None else found.group()
-            if self.name is None:
-                self._raw.append(some)
             if found is None:
                 self._at(some)
             else:
                 self._take(some)
+            if self.is_broken:
+                break
+            if self.name is None:
+                self._raw.append(some)
             taken += len(some)
         pieces: list[Piece] = []
         if self.name is not None and not self._is_announced:
@@ -281,6 +284,8 @@ class ToolParser(ABC):
             self._pieces.append(Text(text))
 
     def _begin_call(self, opening: str = "", name: str | None = None, names: Collection[str] | None = None) -> None:
+        """`opening` is at the front of the text."""
+        self._text = self._text.removeprefix(opening)
         self._call = CallObject(self._num_calls, opening, name, names)
         self._state = self._inside
 
@@ -304,18 +309,15 @@ class ToolParser(ABC):
         self._call = None
         self._state = self._outside
 
-    def _text_up_to(self, mark: str, is_last: bool) -> bool:
-        """Show text up to a mark, and take the mark; True when it was there. Spaces before it are dropped."""
-        before, found, after = self._text.partition(mark)
-        if found:
-            self._say(before.rstrip(SPACES))
-            self._text = after
-            return True
-        if not is_last:
-            shown = len(self._text) - undecided(self._text, mark)
-            self._say(self._text[:shown])
-            self._text = self._text[shown:]
-        return False
+    def _text_up_to(self, mark: str, is_last: bool) -> str:
+        """Show text up to a mark and the spaces before it, which are left, and returned when the mark is there."""
+        before, found, _ = self._text.partition(mark)
+        if not found and is_last:
+            return ""
+        shown = len(before.rstrip(SPACES)) if found else len(self._text) - undecided(self._text, mark)
+        self._say(self._text[:shown])
+        self._text = self._text[shown:]
+        return before[shown:] + mark if found else ""
 
 
 def undecided(text: str, mark: str) -> int:

@@ -9,10 +9,9 @@ OPENER, CLOSER = "<tool_call>", "</tool_call>"
 
 class HermesParser(ToolParser):
     def _outside(self, is_last: bool) -> bool:
-        if not self._text_up_to(OPENER, is_last):
-            return False
-        self._begin_call(OPENER)
-        return True
+        if opening := self._text_up_to(OPENER, is_last):
+            self._begin_call(opening)
+        return bool(opening)
 
     def _behind(self, is_last: bool) -> bool:
         text = self._text.lstrip(SPACES)

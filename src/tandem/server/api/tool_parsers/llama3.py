@@ -23,8 +23,7 @@ class Llama3Parser(ToolParser):
     def _outside(self, is_last: bool) -> bool:
         text = self._text.lstrip(SPACES)
         if text.startswith(MARK):
-            self._text = text.removeprefix(MARK)
-            self._begin_call(MARK)
+            self._begin_call(self._text.removesuffix(text) + MARK)
         elif text.startswith("{"):
             self._begin_call(names=self._names)
         elif MARK.startswith(text) and not is_last:
@@ -47,8 +46,7 @@ class Llama3Parser(ToolParser):
         if not text:
             return False
         if text.startswith(";"):
-            self._text = text.removeprefix(";")
-            self._begin_call(";")
+            self._begin_call(self._text.removesuffix(text) + ";")
         else:
             self._state = self._plain
         return True

@@ -20,7 +20,12 @@ class ToolFormat:
 HERMES = ToolFormat("hermes", hermes.HermesParser, hermes.calls, hermes.OPENER, (hermes.OPENER, hermes.CLOSER))
 LLAMA3 = ToolFormat("llama3", llama3.Llama3Parser, llama3.calls, "", (llama3.MARK,))
 MISTRAL = ToolFormat(
-    "mistral", mistral.MistralParser, mistral.calls, mistral.OPENER, (mistral.OPENER, mistral.ARGS), id_length=9
+    "mistral",
+    mistral.MistralParser,
+    mistral.calls,
+    mistral.OPENER,
+    (mistral.OPENER, mistral.CALL_ID, mistral.ARGS),
+    id_length=9,
 )
 FORMATS = {"hermes": HERMES, "qwen25": HERMES, "llama3": LLAMA3, "llama3_json": LLAMA3, "mistral": MISTRAL}
 
