@@ -115,6 +115,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("sampling", "leaf"),
     ("grammar", "leaf"),
     ("closed_schemas", "leaf"),
+    ("followed_schemas", "leaf"),
     ("pagehash", "leaf"),
     ("batch_tables", "leaf"),
     ("host_memory", "leaf"),

@@ -22,6 +22,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tandem.closed_schemas import closed
 from tandem.core.values import ceil_div
+from tandem.followed_schemas import VALUES, WITHOUT_NUL, followed
 
 MOST_NESTED = 64  # levels of a schema
 MOST_COMPILED = 64  # grammars that a process keeps
@@ -50,8 +51,7 @@ NEGATIVE = re.compile(r"(?:^|[\s\[,:]|\\[nrt])(-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(
 LEAST_INTEGER = -(2.0**63)
 # Of a regular expression, what llguidance does not follow: looking around, and back to a group.
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]")
-VALUES = ("const", "enum", "default", "examples")  # keywords that hold values and not schemas
-BAD_REGEX = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
+BAD_REGEX = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+\nerror: (.*)")
 TOO_WIDE = re.compile(r"Current row has (\d+) items; max is (\d+)")
 UNKNOWN_RULE = re.compile(r"Rule '(.+)' not found")
 BEYOND_INTEGERS = "a number below -2**63, or next to it, cannot be followed"
@@ -69,6 +69,7 @@ def from_json_schema(schema: Any, *, is_lenient: bool = False, whitespace: str =
     if isinstance(schema, dict):
         schema = {key: value for key, value in schema.items() if not _is_strange(key, value)}
     try:
+        schema = followed(schema)
         meant = _without_looks(schema) if is_lenient else schema
         text = json.dumps(closed(meant))
         return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]  # options that its stub does not list
@@ -368,7 +369,8 @@ def in_one_line(message: str, *, most: int = 300) -> str:
     """Of several lines, without the lists of all special tokens that end in thousands of characters. Of a regular
     expression with a caret below it the place is said as a number, and of what the parser holds what to do."""
     if (shown := BAD_REGEX.search(message)) is not None:
-        message = f"invalid regular expression, at character {len(shown[1]) + 1}: {shown[2]}"
+        before = shown[1][: len(shown[2])].replace(WITHOUT_NUL, "[^")
+        message = f"invalid regular expression, at character {len(before) + 1}: {shown[3]}"
     elif (shown := TOO_WIDE.search(message)) is not None:
         message = f"{shown[1]} parts of rules at one place, at most {shown[2]}: it has too many optional properties"
     line = " ".join(message.split("; following special tokens", 1)[0].split())

@@ -237,6 +237,45 @@ def test_what_does_not_compile_says_why_in_one_line(made: str, says: str) -> Non
     assert len(str(failed.value)) <= 300
 
 
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        ({"pattern": '^[^"]*$'}, ["a\\b\n/é", ""], ['"', 'a"b']),
+        ({"pattern": "[^\\\\]"}, ['"', "a\\"], ["\\"]),
+        ({"pattern": r"^[^]\"]+$"}, ["a[", "\\"], ["a]", '"']),
+        ({"pattern": '^[^-"]$'}, ["\\", "+"], ["-", '"']),
+        ({"pattern": r"^[\x00-\x1f]$"}, ["\n", "\x01"], ['"', "\\"]),
+        ({"pattern": r"^\[\^]?$"}, ["[^", "[^]"], ["["]),
+        ({"items": {"patternProperties": {'^[^"]$': {}}, "additionalProperties": False}}, [[{"a": 1}]], [[{'"': 1}]]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, [0.01, 0.5], [0, -0.1, 0.6]),
+        ({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, [1.01], [1, 1.5]),
+        ({"type": "number", "exclusiveMaximum": -1, "minimum": -1.5}, [-1.5, -1.01], [-1, -2]),
+        ({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, [-0.5], [0]),
+        ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, [0.1], [0]),
+        ({"allOf": [{"type": "number", "maximum": 0.5}, {"exclusiveMinimum": 0}]}, [0.1], [0]),
+        ({"const": {"exclusiveMinimum": 0, "maximum": 0.5}}, [{"exclusiveMinimum": 0, "maximum": 0.5}], [0]),
+        ({"properties": {"pattern": {"const": 1}, "const": {"pattern": '^[^"]$'}}}, [{"pattern": 1}], [{"const": '"'}]),
+    ],
+)
+def test_what_llguidance_takes_for_something_else_is_followed(schema: dict, yes: list, no: list) -> None:
+    made = grammar.from_json_schema(schema)
+    vocabulary().check(made)
+    assert [each for each in yes if not takes(made, each)] == []
+    assert [each for each in no if takes(made, each)] == []
+
+
+def test_what_is_wrong_with_a_pattern_is_where_it_was_written() -> None:
+    made = grammar.from_json_schema({"type": "string", "pattern": '[^"](?!a)'})
+    with pytest.raises(GrammarError, match="at character 5:"):
+        vocabulary().check(made)
+
+
+def takes(made: str, value: object) -> bool:
+    it = LLMatcher(vocabulary()._tokenizer, made, log_level=0)
+    ids = tokenizer().encode(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
+    return it.validate_tokens(ids) == len(ids) and it.consume_tokens(ids) and it.is_accepting()
+
+
 def test_keywords_that_bound_nothing_have_to_be_asked_for() -> None:
     schema = {"type": "array", "uniqueItems": True}
     vocabulary().check(grammar.from_json_schema(schema, is_lenient=True))
