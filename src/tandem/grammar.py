@@ -35,6 +35,9 @@ WHITESPACE = r" ?"
 # `?` and `!` are about the tree that a parser would make: what may be said is the same.
 # Spaces of one line only: over all empty lines that follow, the search would take the square of their number.
 IS_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|[?!]*start\s*:)")
+# Text that has to come is not looked for: behind `/b+/`, which takes all it can, `"b"` is for ever ahead, and
+# llguidance would look without end. The last such line counts.
+UNFORCED = '\n%llguidance {"no_forcing": true}'
 # Of GBNF: a backslash and what it says, where that is more than a character.
 ESCAPED = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 SURROGATES = range(0xD800, 0xE000)
@@ -103,7 +106,7 @@ def from_regex(regex: str) -> str:
 
 
 def from_lark(lark: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+    return json.dumps({"grammars": [{"lark_grammar": lark + UNFORCED}]})
 
 
 def from_ebnf(text: str) -> str:

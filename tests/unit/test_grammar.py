@@ -15,12 +15,15 @@ from tandem import grammar
 from tandem.cli.model_source import BUNDLED as NAME
 from tandem.cli.model_source import find_model
 from tandem.grammar import GrammarError, Matcher, RememberingTokenizer, Vocabulary, look_ahead
+from tandem.server.api.structural_tag import structural_tag
 from tandem.server.api.tokenizer import Tokenizer
 
 BUNDLED = find_model(NAME)
 SIZE = 512
 END = 2
 HUNG_S = 60
+X_OR_Y = {"type": "regex", "pattern": "x|y"}
+MANY = {"type": "regex", "pattern": "b+"}
 
 
 @cache
@@ -129,6 +132,28 @@ def test_what_no_text_fits_is_refused_whenever_it_is_asked_for(made: str) -> Non
     for _ in range(2):
         with pytest.raises(GrammarError, match="no text fits it"):
             vocabulary().check(made)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        grammar.from_ebnf('root ::= ("x" | "y") b b\nb ::= "b"+'),
+        grammar.from_ebnf('%llguidance {"no_forcing": false}\nstart: ("x" | "y") /b+/ "b"'),
+        structural_tag({"format": {"type": "sequence", "elements": [X_OR_Y, MANY, MANY]}}, {}),
+    ],
+    ids=["gbnf", "lark", "structural tag"],
+)
+def test_a_text_that_never_ends_hangs_nobody(made: str) -> None:
+    """In a process of its own: what hangs is in llguidance, where nothing could end it."""
+    program = (
+        "import sys; from pathlib import Path; from tandem.grammar import Vocabulary\n"
+        "known = Vocabulary(Path(sys.argv[1])); known.check(sys.argv[2])\n"
+        "it = known.matcher(sys.argv[2], eos_ids=[2])\n"
+        "for token in map(int, sys.argv[3:]): it.accept(token); assert any(it.allowed())"
+    )
+    ids = map(str, tokenizer().encode("xbb"))
+    run = [sys.executable, "-c", program, str(BUNDLED / "tokenizer.json"), made, *ids]
+    assert subprocess.run(run, timeout=HUNG_S, check=False).returncode == 0
 
 
 def test_an_object_of_too_many_optional_properties_is_refused_before_its_first_brace() -> None:

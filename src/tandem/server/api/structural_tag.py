@@ -30,7 +30,7 @@ class TagGrammar:
     def whole(self, tag: Node) -> str:
         start = self._legacy(tag) if "structures" in tag else self._node(tag.get("format"), "/format")
         text = r"TEXT: /(.|\n)*/"
-        return grammar.from_parts("\n".join([f"start: {start}", *self._rules, text]), self._parts)
+        return grammar.from_parts("\n".join([f"start: {start}", *self._rules, text]) + grammar.UNFORCED, self._parts)
 
     def _legacy(self, tag: Node) -> str:
         tags = [
