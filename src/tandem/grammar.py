@@ -32,6 +32,8 @@ FEW_TOKENS = 4096  # of a vocabulary that llguidance had better not slice
 NO_TOKEN = -1
 # Between two tokens of JSON. Where more may come, a model that prefers spaces to an answer says nothing else.
 WHITESPACE = r" ?"
+# A pattern of nothing else. What could also begin a value, or end one, might be ahead for ever (`UNFORCED`).
+SPACES_ONLY = re.compile(r"(?!.*\[\])(?:[ \t\n\r()\[\]|?*+]|\\[nrts]|\(\?:|\{\d*,?\d*\})*", re.DOTALL)
 # `?` and `!` are about the tree that a parser would make: what may be said is the same.
 # Spaces of one line only: over all empty lines that follow, the search would take the square of their number.
 IS_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|[?!]*start\s*:)")
@@ -68,6 +70,8 @@ def from_json_schema(schema: Any, *, is_lenient: bool = False, whitespace: str =
     """Objects have the properties that they name (`closed_schemas`). `is_lenient`: keywords that llguidance does not
     know, and patterns that it cannot follow, bound nothing. Raises GrammarError.
     """
+    if SPACES_ONLY.fullmatch(whitespace) is None:
+        raise GrammarError("between two tokens of JSON may be spaces only")
     options = {"whitespace_pattern": whitespace, "lenient": is_lenient}
     if isinstance(schema, dict):
         schema = {key: value for key, value in schema.items() if not _is_strange(key, value)}

@@ -156,6 +156,17 @@ def test_a_text_that_never_ends_hangs_nobody(made: str) -> None:
     assert subprocess.run(run, timeout=HUNG_S, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("pattern", ["", " ?", r"\s*", r"[ \n\t]{0,20}", "(?: |\n )?"])
+def test_what_is_between_tokens_of_json_may_be_any_spaces(pattern: str) -> None:
+    vocabulary().check(grammar.from_json_schema({}, whitespace=pattern))
+
+
+@pytest.mark.parametrize("pattern", ["1+", "[]]+", r"\S", "[^a]*", "[,]", "[:]", "\\[+"])
+def test_what_is_between_tokens_of_json_may_be_nothing_else(pattern: str) -> None:
+    with pytest.raises(GrammarError, match="spaces only"):
+        grammar.from_json_schema({"type": "array", "items": {"const": 1}, "minItems": 2}, whitespace=pattern)
+
+
 def test_an_object_of_too_many_optional_properties_is_refused_before_its_first_brace() -> None:
     def objects(count: int) -> str:
         properties = {f"p{number}": {"type": "integer"} for number in range(count)}
