@@ -1,4 +1,5 @@
-// Products of activations with a weight that keeps its layout in the file, [outputs, inputs]: read once, in place.
+// Products of activations with a weight: one that keeps its layout in the file, [outputs, inputs], and is read once, in
+// place; or one that is packed (`products_packed.h`, `products_codes.h`, `products_codes_fp32.h`).
 //
 //     y[m, n] = sum over k of x[m, k] * weight[n, k]
 //
@@ -13,6 +14,7 @@
 //     fp32      16 lanes; lane i takes the terms i, i + 16, ... with fused products; then one tree. The same on all.
 //     AVX-512   bf16 dot products: 16 lanes of pairs of terms
 //     AMX       tiles: even and odd terms of each 32 by themselves, then their sums to what there is
+//     packed    without tiles a lane is an output, and takes all of its terms
 #pragma once
 
 #include "buffer.h"

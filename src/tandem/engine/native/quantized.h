@@ -1,5 +1,6 @@
 // Weights of few bits, a scale for each group of inputs: one row at a time becomes what it stands for, in the type that is
-// computed with, and goes through the same products as any other weight. So its bits are those of the plain weight.
+// computed with, and goes through the same products as any other weight. So its bits are those of the plain weight. Where
+// codes are packed (`packed_codes.h`), they are multiplied in another way.
 //
 //     weight[n, k] = code[n, k] * scale[n, k / group] + offset[n, k / group]     fused, rounded to the type once
 //
