@@ -14,8 +14,9 @@ KINDS = ((8, False), (8, True), (6, False), (6, True), (4, False), (4, True))  #
 MORE_SHAPES = (
     (3, 40, 700, 192),
     (14, 66, 520, 512),
-    (25, 33, 290, 96),
-)  # groups that end within what is widened at once
+    (25, 33, 290, 96),  # groups that end within what is widened at once
+    (110, 33, 70, 32),  # more rows than go through a block together
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
