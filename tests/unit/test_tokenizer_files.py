@@ -147,7 +147,7 @@ def test_what_the_configuration_calls_special_is_special_as_in_transformers(tmp_
     assert ours.special_ids == set(theirs.all_special_ids)
 
 
-def test_the_others_of_several_templates_may_be_in_a_folder(tmp_path: Path) -> None:
+def test_the_others_of_several_templates_may_be_in_a_folder_as_in_transformers(tmp_path: Path) -> None:
     """As transformers saves them, and reads them: a chat with tools has one of its own."""
     transformers = pytest.importorskip("transformers")
     (tmp_path / "additional_chat_templates").mkdir()

@@ -89,6 +89,8 @@ class Http1(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._kept_bytes, self._has_head = 0, True
         super().on_headers_complete()
+        if self.scope["method"] == "CONNECT":  # what follows is no HTTP, and the parser reads no further
+            self.cycle.keep_alive = False
         if self.scope["http_version"] == "1.0":
             self.cycle.send = unchunked(self.cycle)  # type: ignore[method-assign]  # of this one request
 
@@ -101,8 +103,7 @@ class Http1(HttpToolsProtocol):
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The parser reads no further. Offers are hidden, so this is CONNECT, and what follows that is no HTTP."""
-        self.cycle.keep_alive = False
+        """Uvicorn's tells the log what to install for a CONNECT."""
 
     def send_400_response(self, msg: str) -> None:
         """Uvicorn's, which says it where the parser gives up, as text and in the middle of whatever is being said."""
