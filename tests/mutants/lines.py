@@ -5380,7 +5380,7 @@ OTHERS = (
     ),
     # ends, places and names of programs
     Break(
-        "kernels_that_this_processor_lacks_are_there",
+        "kernels_that_this_processor_does_not_have_are_there",
         "engine/machine_report.py",
         'if wanted in ("", *there):',
         'if wanted in ("", *there, *library.NEEDS):',

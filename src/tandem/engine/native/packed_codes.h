@@ -30,6 +30,28 @@ inline int64_t packed_codes_bytes(const Linear& layer) {  // of a block
     return ceil_div(layer.inputs, layer.group) * group_bytes(layer);
 }
 
+// The groups of a block from an input on, one after the other.
+struct GroupsOfBlock {
+    const Linear& layer;
+    const char *head, *codes;  // of the group; the codes of the first one from that input on
+    int64_t left;              // inputs of the group
+
+    GroupsOfBlock(const Linear& of, const char* block, int64_t begin) : layer(of), left(of.group - begin % of.group) {
+        head = block + begin / of.group * group_bytes(of);
+        codes = head + head_bytes(of) + coded_bytes(of, begin % of.group);
+    }
+    const float* scales() const { return (const float*)head; }
+    const float* offsets() const { return (const float*)head + BLOCK; }
+    // Whether the next group begins, as all of this one was passed
+    bool enters() {
+        if (left) return false;
+        head += group_bytes(layer);
+        codes = head + head_bytes(layer);
+        left = layer.group;
+        return true;
+    }
+};
+
 // How many sums of the inputs of a row offsets are multiplied with
 inline int64_t input_sums_size(int64_t inputs) { return ceil_div(inputs, PAIRED_INPUTS); }
 

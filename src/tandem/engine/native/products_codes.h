@@ -70,7 +70,8 @@ constexpr int64_t LEAST_PIECE = 16;
 // Inputs whose products are scaled together
 inline int64_t piece_of(const Linear& layer) { return layer.group % 64 == 0 ? 64 : layer.group % 32 == 0 ? 32 : 16; }
 
-// Of each row, the sums of every PAIRED_INPUTS inputs: what offsets are multiplied with. x: a tile of `rows`; to: [rows][input_sums_size]
+// Of each row, the sums of every PAIRED_INPUTS inputs: what offsets are multiplied with. x: a tile of `rows`;
+// to: [rows][input_sums_size]
 inline void input_sums(const bf16* x, int rows, int64_t inputs, float* to) {
     const int64_t size = input_sums_size(inputs);
     for (int64_t i = 0; i < size; i++)
@@ -96,15 +97,12 @@ template <class Codes, int ROWS>
 __attribute__((noinline)) void micro_codes(const bf16* x, const Codes& codes, const CodedInputs& inputs, const Linear& layer,
                                            Ahead& ahead, float* sums) {
     constexpr int LINES = LEAST_PIECE / 2 * Codes::PAIR_BYTES / LINE_BYTES;
-    const int64_t within = inputs.begin % layer.group, piece = piece_of(layer);
-    const char* head = inputs.block + inputs.begin / layer.group * group_bytes(layer);
-    const char* at = inputs.widened ? inputs.widened : head + head_bytes(layer) + coded_bytes(layer, within);
-    int64_t left = layer.group - within;  // inputs of the group
-    for (int64_t k = inputs.begin; k < inputs.end; left -= piece) {
-        if (left == 0) {
-            head += group_bytes(layer);
-            if (!inputs.widened) at = head + head_bytes(layer);
-            left = layer.group;
+    const int64_t piece = piece_of(layer);
+    GroupsOfBlock groups(layer, inputs.block, inputs.begin);
+    const char* at = inputs.widened ? inputs.widened : groups.codes;
+    for (int64_t k = inputs.begin; k < inputs.end; groups.left -= piece) {
+        if (groups.enters()) {
+            if (!inputs.widened) at = groups.codes;
             ahead.read(layer.has_offsets ? 4 : 2);
         }
         __m512 low[ROWS], high[ROWS];
@@ -128,7 +126,7 @@ __attribute__((noinline)) void micro_codes(const bf16* x, const Codes& codes, co
                     }
                 }
         }
-        const float* scales = (const float*)head;
+        const float* scales = groups.scales();
 #pragma GCC unroll 12
         for (int j = 0; j < ROWS; j++) {
             add(sums + j * BLOCK, low[j], _mm512_load_ps(scales));
@@ -147,14 +145,10 @@ __attribute__((noinline)) void micro_offsets(const float* of, const CodedInputs&
         low[j] = _mm512_loadu_ps(sums + j * BLOCK);
         high[j] = _mm512_loadu_ps(sums + j * BLOCK + LANES);
     }
-    const char* head = inputs.block + inputs.begin / layer.group * group_bytes(layer);
-    int64_t left = layer.group - inputs.begin % layer.group;  // inputs of the group
-    for (int64_t k = inputs.begin; k < inputs.end; k += PAIRED_INPUTS, left -= PAIRED_INPUTS) {
-        if (left == 0) {
-            head += group_bytes(layer);
-            left = layer.group;
-        }
-        const float* offsets = (const float*)head + BLOCK;
+    GroupsOfBlock groups(layer, inputs.block, inputs.begin);
+    for (int64_t k = inputs.begin; k < inputs.end; k += PAIRED_INPUTS, groups.left -= PAIRED_INPUTS) {
+        groups.enters();
+        const float* offsets = groups.offsets();
         const __m512 offset = in_register(_mm512_load_ps(offsets)), other = in_register(_mm512_load_ps(offsets + LANES));
 #pragma GCC unroll 12
         for (int j = 0; j < ROWS; j++) {
@@ -181,18 +175,12 @@ inline void micro_codes_rows(const bf16* x, const float* of, int rows, const Cod
 
 template <class Codes>
 inline void widen_codes(const Codes& codes, const CodedInputs& inputs, const Linear& layer, char* to) {
-    const int64_t within = inputs.begin % layer.group;
-    const char* head = inputs.block + inputs.begin / layer.group * group_bytes(layer);
-    const char* at = head + head_bytes(layer) + coded_bytes(layer, within);
-    int64_t left = layer.group - within;
+    GroupsOfBlock groups(layer, inputs.block, inputs.begin);
     const int64_t end = ceil_div(inputs.end, LEAST_PIECE) * LEAST_PIECE;
-    for (int64_t k = inputs.begin; k < end; k += 4, left -= 4, at += 2 * Codes::PAIR_BYTES) {
-        if (left == 0) {
-            at += head_bytes(layer);
-            left = layer.group;
-        }
+    for (int64_t k = inputs.begin; k < end; k += 4, groups.left -= 4, groups.codes += 2 * Codes::PAIR_BYTES) {
+        groups.enters();
 #pragma GCC unroll 4
-        for (int part = 0; part < 4; part++, to += LINE_BYTES) _mm512_store_si512(to, (__m512i)codes.read(at, part));
+        for (int part = 0; part < 4; part++, to += LINE_BYTES) _mm512_store_si512(to, (__m512i)codes.read(groups.codes, part));
     }
 }
 

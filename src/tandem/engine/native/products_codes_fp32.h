@@ -76,29 +76,24 @@ __attribute__((always_inline)) inline void plain_inputs(const char* at, const Fa
 template <int BITS, class Take>
 __attribute__((always_inline)) inline void plain_part(const char* block, int64_t begin, int64_t end, const Linear& layer,
                                                       Ahead& ahead, const Take& take) {
-    const int64_t within = begin % layer.group;
-    const char* head = block + begin / layer.group * group_bytes(layer);
-    const char* at = head + head_bytes(layer) + coded_bytes(layer, within);
-    int64_t left = layer.group - within;  // inputs of the group
+    GroupsOfBlock groups(layer, block, begin);
     Factors factors[2];
     auto enter = [&] {
-        const float *scales = (const float*)head, *offsets = scales + BLOCK;
-        for (int half = 0; half < 2; half++)
-            factors[half] = {load(scales + half * LANES), layer.has_offsets ? load(offsets + half * LANES) : zeros()};
+        for (int half = 0; half < 2; half++) {
+            const F16 offset = layer.has_offsets ? load(groups.offsets() + half * LANES) : zeros();
+            factors[half] = {load(groups.scales() + half * LANES), offset};
+        }
     };
     enter();
     Ahead fetched = ahead;  // in registers
-    for (int64_t k = begin; k < ceil_div(end, LANES) * LANES; k += 4, left -= 4) {
-        if (left == 0) {
-            head += group_bytes(layer);
-            at = head + head_bytes(layer);
-            left = layer.group;
+    for (int64_t k = begin; k < ceil_div(end, LANES) * LANES; k += 4, groups.left -= 4) {
+        if (groups.enters()) {
             enter();
             fetched.read(layer.has_offsets ? 4 : 2);
         }
         fetched.read(BITS / 4);
-        plain_inputs<BITS>(at, factors, k, take);
-        at += BITS * BLOCK / 2;
+        plain_inputs<BITS>(groups.codes, factors, k, take);
+        groups.codes += BITS * BLOCK / 2;
     }
     ahead = fetched;
 }
