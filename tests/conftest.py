@@ -33,6 +33,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 HERE = Path(__file__).parent
 STATE = tempfile.TemporaryDirectory(prefix="tandem-state-")  # the user's own secret is not for tests
 os.environ["XDG_STATE_HOME"] = STATE.name
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # `gpu_world.py` is too late where torch has imported Triton before
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # servers start hundreds of times; each would compile all of its code
 quick_uvicorn.install()
 draw_seeds()

@@ -60,7 +60,10 @@ TIER_FLAGS = (
     *("--hicache-storage-size", "0.02", "--hicache-storage-prefetch-policy", "wait_complete"),
     *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
 )
-ROUTER_FLAGS = ("--health-check-interval", "1", "--stall-timeout", f"{ROUTER_STALL_S:g}", "--request-timeout", "20")
+ROUTER_FLAGS = (
+    *("--health-check-interval", "1", "--stall-timeout", f"{ROUTER_STALL_S:g}", "--request-timeout", "20"),
+    *("--cb-timeout-duration-secs", "5"),  # nobody is left alone for most of the run
+)
 
 PROCESS_FAULTS = ("kill_prefill", "kill_decode", "kill_child", "kill_router", "pause", "pause", "pause", "pause")
 OTHER_FAULTS = (

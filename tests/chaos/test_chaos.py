@@ -56,9 +56,8 @@ SEED = int(os.environ["CHAOS_SEED"])
 NUM_CASES = 64
 MIN_FAULTS, MIN_KINDS, MIN_REQUESTS, MIN_SHARE = 6, 4, 100, 0.95
 WARM_UP = 4 * NUM_CLIENTS
-END_S = 60.0  # from the last request to servers that hold nothing
+END_S = 60.0  # from the last request to servers that hold nothing, and to damage that they have noticed
 USED_AGAIN_S = 20.0  # probes may meet a link that a fault has stalled
-MOST_LOOKS = 12  # times that everything is asked
 ATTACK_EVERY_S = 0.7
 ATTACKED_S = 10.0  # with attackers and no faults
 MIN_REMOTE = 0.98  # of what succeeds then
@@ -252,12 +251,13 @@ async def check_damage(it: Arena, clients: Clients) -> None:
     """Every page file is damaged, and nothing else is left of what was computed: the same tokens, and they notice.
 
     Again and again: what they ask for may have been lost before and be written only now, and a disk that was slow is
-    not read from until that has been forgotten.
+    not read from until that has been forgotten; so it is with a worker whose requests have failed.
     """
     owners = [target.server for target in (it.of("prefill")[0], it.of("decode")[0])]
     before = sum(map(num_damaged, owners))
     assert len(page_files(it)) > NUM_CASES
-    for _ in range(MOST_LOOKS):
+    until = time.monotonic() + END_S
+    while time.monotonic() < until:
         await asyncio.to_thread(check_idle, it)
         for server in it.servers:
             await asyncio.to_thread(flush, server)

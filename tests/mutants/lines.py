@@ -3532,6 +3532,13 @@ OTHERS = (
         "unit/test_router_breaker.py::test_an_open_one_allows_nothing_until_its_time_and_then_one_at_a_time",
     ),
     Break(
+        "who_was_started_anew_waits_for_its_breaker",
+        "core/router/worker_registry.py",
+        "                entry.breaker.came_back(now)",
+        "                pass",
+        "unit/test_router_breaker.py::test_one_that_was_dead_is_tried_as_soon_as_it_lives_again",
+    ),
+    Break(
         "a_success_forgives_nothing",
         "core/router/circuit_breaker.py",
         "            case BreakerState.CLOSED:\n                self.failed_at.clear()",

@@ -48,6 +48,8 @@ def after(*words: str) -> CircuitBreaker:
             case "try":
                 assert breaker.allows(now)
                 breaker.chosen(now)
+            case "back":
+                breaker.came_back(now)
             case _:
                 raise AssertionError(word)
     return breaker
@@ -71,6 +73,10 @@ OPENED = ("fail@1", "fail@2", "fail@3")
         ((*OPENED, "try@103", "well@110", "try@110", "fail@111"), OPEN),
         ((*OPENED, "try@103", "fail@104", "try@204", "well@210"), HALF_OPEN),  # counts anew
         ((*OPENED, "try@103", "well@110", "well@111", "fail@112", "fail@113"), CLOSED),
+        ((*OPENED, "back@5", "try@5"), HALF_OPEN),  # another life
+        ((*OPENED, "back@5", "well@6", "well@7"), OPEN),  # news of the life before
+        ((*OPENED, "try@103", "well@110", "back@111", "try@111", "well@112"), HALF_OPEN),  # counts anew
+        (("fail@1", "fail@2", "back@3", "fail@4"), OPEN),  # who dies again and again
     ],
 )
 def test_what_has_happened_tells_the_state(words: tuple[str, ...], state: BreakerState) -> None:
@@ -194,6 +200,19 @@ def test_it_is_tried_with_one_request_and_used_again_once_that_goes_well() -> No
     assert served.state(1) is OPEN
     served.wait(61)
     served.bad = set()
+    assert {one for tried in (served.ask() for _ in range(4)) for one in tried} == {1, 2}
+    assert served.state(1) is CLOSED
+
+
+def test_one_that_was_dead_is_tried_as_soon_as_it_lives_again() -> None:
+    served = Served()
+    served.bad = {1}
+    while served.state(1) is CLOSED:
+        served.ask()
+    served.router.registry.refused(WorkerId(1), Nanos(served.now))
+    served.bad = set()
+    assert [served.ask() for _ in range(2)] == [[2]] * 2, "not before"
+    served.wait(1)
     assert {one for tried in (served.ask() for _ in range(4)) for one in tried} == {1, 2}
     assert served.state(1) is CLOSED
 

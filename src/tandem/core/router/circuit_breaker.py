@@ -5,7 +5,8 @@
     HALF_OPEN   tried: one request at a time, or one every `timeout_ns` where no answer comes; the first failure opens
                 it again, `successes` of them close it
 
-What counts is for the caller to say. While OPEN nothing does: it is news of requests from before.
+What counts is for the caller to say. While OPEN nothing does: it is news of requests from before. A worker that was
+dead and lives again is tried at once: what has opened its breaker was most often its end, and the process is a new one.
 """
 
 from dataclasses import dataclass, field
@@ -71,6 +72,12 @@ class CircuitBreaker:
                 self._open(now)
             case BreakerState.OPEN:
                 pass
+
+    def came_back(self, now: Nanos) -> None:
+        """It was dead and lives again. While CLOSED its failures still count: who dies again and again opens it."""
+        if self.state is not BreakerState.CLOSED:
+            self._enter(BreakerState.OPEN)
+            self.until = now
 
     def _open(self, now: Nanos) -> None:
         self._enter(BreakerState.OPEN)

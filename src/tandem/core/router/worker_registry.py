@@ -270,6 +270,8 @@ class WorkerRegistry:
         if result is not ProbeResult.OK:
             self._miss(entry, result, now)
         elif entry.dead_since is None or began >= entry.dead_since:
+            if entry.dead_since is not None and entry.breaker is not None:
+                entry.breaker.came_back(now)
             entry.health, entry.misses, entry.dead_since = Health.LIVE, 0, None
         settled = entry.health is Health.LIVE
         interval = self._settings.interval_ns if settled else self._settings.fast_interval_ns
