@@ -37,7 +37,7 @@ from tandem.transfer import protocol
 
 CORPUS = Path(__file__).with_name("corpus.txt")
 MORE_SEEDS = (144, 10_000)  # every name occurs in one of these, or of those that are on record for something else
-WHOLE_SEEDS = (10, 16, 24, 38, 74, 112, 10_121, 10_244)  # every name of whole clusters
+WHOLE_SEEDS = (10, 16, 24, 38, 74, 112, 10_008, 10_046, 10_121, 10_244)  # every name of whole clusters
 NEIGHBOURS = 8  # seeds after the one of a rare state: a change of the core may move the moment at which it comes up
 MANY, MANY_WHOLE = 800, 200
 PEER, ROOM = Incarnation("decode-0", "1"), Room(7)
@@ -45,10 +45,8 @@ PEER, ROOM = Incarnation("decode-0", "1"), Room(7)
 AGAIN = "python -m tandem.simulator.record_coverage"
 
 NOT_SIMULATED: dict[str, str] = {
-    "code no_chat_template": "the bundled model has one",
     "code internal_error": "a bug of ours: in a simulation it is a violation of S13, not an answer",
     "data plane Registered": "NIXL is code of others, whose reads no virtual network sees",
-    "process Rendered": "clients of whole clusters send no template that shows a time",
 }
 
 SELDOM: dict[str, str] = {  # that no seed of the short list has to have

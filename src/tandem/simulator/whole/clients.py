@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from random import Random
 from typing import Any, Protocol  # Any: JSON documents
 
@@ -19,13 +18,13 @@ from msgspec import structs
 
 from tandem.sampling import SamplingParams
 from tandem.server.api.detokenizer import num_shared
-from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import hashed
 from tandem.server.router.app import CONTROL_SECONDS
-from tandem.simulator.whole.cluster import MODEL
 from tandem.simulator.whole.engine import EOS_TOKEN, LOGPROB, right_tokens
 from tandem.simulator.whole.sockets import Machine
+from tandem.simulator.whole.templates import tokenizer
 
+CHAT = "/v1/chat/completions"
 VOCABULARY = 512
 PROMPT_LENGTHS = (1, 3, 12, 40, 90)
 MOST_LIKELY = 5  # tokens, of which one is chosen where /generate is asked to sample
@@ -77,7 +76,8 @@ class ClientRequest:
     scores: int = 0  # logprobs are asked for, with so many alternatives less one
     num_samples: int = 1
     priority: int | None = None
-    transfer: dict[str, Any] | None = None  # of a router that asks prefill and decode in turn
+    routed: dict[str, Any] = field(default_factory=dict[str, Any])  # what a router has put into the body
+    rendered_at: int = 0  # Unix seconds that the chat template shows; 0: it shows none
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # `draw_sampling`; nothing: greedy
     answers: Answers = plain_answer  # of the engines that are asked
 
@@ -100,15 +100,14 @@ class ClientRequest:
             return {**given, **scores, "sampling_params": sampling, "stream": self.is_streamed, "rid": self.rid}
         rest = {"max_tokens": self.max_new, "stream": self.is_streamed, "rid": self.rid, "temperature": 0}
         rest |= {"ignore_eos": self.ignore_eos, "stop": NEVER_SAID, "n": self.num_samples, "seed": self.number}
-        rest |= self._precedence | self.sampling
-        if self.transfer is not None:
-            rest |= {"kv_transfer_params": self.transfer}
+        rest |= self._precedence | self.sampling | self.routed
         if self.is_streamed:
             rest |= {"stream_options": {"include_usage": True}}
         if self.path == "/v1/completions":
             scores = {"logprobs": self.scores} if self.scores else {}
             return {"prompt": self.text or self.prompt, **rest, **scores}
         scores = {"logprobs": True, "top_logprobs": self.scores} if self.scores else {}
+        scores |= {"rendered_at": self.rendered_at} if self.rendered_at else {}
         return {"messages": [{"role": "user", "content": self.text}], **rest, **scores}
 
     def params(self, sample: int) -> SamplingParams:
@@ -127,9 +126,11 @@ class ClientRequest:
         return self.answers(self._prompt_ids(), self.max_new, self.params(sample))
 
     def _prompt_ids(self) -> Sequence[int]:
-        if self.path == "/v1/chat/completions":
-            message = {"role": "user", "content": self.text}
-            rendered = tokenizer().render_chat([message], add_generation_prompt=True, variables={}, rendered_at=0)
+        if self.path == CHAT:
+            message, shower = {"role": "user", "content": self.text}, tokenizer(shows_time=bool(self.rendered_at))
+            rendered = shower.render_chat(
+                [message], add_generation_prompt=True, variables={}, rendered_at=self.rendered_at
+            )
             return tokenizer().encode(rendered.text, add_special_tokens=False)
         return tokenizer().encode(self.text) if self.text else self.prompt
 
@@ -141,11 +142,6 @@ class ClientRequest:
             tokens.pop()
         before, whole = tokenizer().decode(prompt), tokenizer().decode([*prompt, *tokens])
         return whole[num_shared(before, whole) :]
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer(MODEL)
 
 
 @dataclass(slots=True)

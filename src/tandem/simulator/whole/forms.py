@@ -23,9 +23,10 @@ from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 from tandem.simulator.oracle import Violation
-from tandem.simulator.whole.clients import VOCABULARY, Answer, ClientRequest, tokenizer
+from tandem.simulator.whole.clients import VOCABULARY, Answer, ClientRequest
 from tandem.simulator.whole.cluster import MODEL
 from tandem.simulator.whole.engine import EOS_TOKEN, prompt_logprob, right_tokens
+from tandem.simulator.whole.templates import tokenizer
 
 CHAT, COMPLETIONS, GENERATE, MESSAGES = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages"
 RESPONSES = "/v1/responses"

@@ -68,12 +68,13 @@ REFUSED_BY_VECTORS = Visit(GENERATE, Problem.WRONG_TASK, b'{"text": "x"}')
 REFUSED_BY_TOKENS = (
     Visit(GENERATE, Problem.INVALID_JSON, b"{"),
     Visit(GENERATE, Problem.BODY_TOO_LARGE, headers={"Content-Length": str(1 << 40)}),
-    Visit(
-        CHAT,
-        Problem.REFUSED_BY_TEMPLATE,
-        b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"namespace": 1}}',
-    ),
 )
+REFUSED_BY_TEMPLATE = Visit(
+    CHAT,
+    Problem.REFUSED_BY_TEMPLATE,
+    b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"namespace": 1}}',
+)
+REFUSED_WITHOUT_TEMPLATE = Visit(CHAT, Problem.NO_CHAT_TEMPLATE, b'{"messages": [{"role": "user", "content": "x"}]}')
 REFUSED_BY_FORM = (
     Visit(
         GENERATE,
@@ -97,6 +98,7 @@ class Visited:
     takes_forms: bool
     has_priorities: bool
     takes_hooks: bool
+    has_chats: bool  # its model has a chat template
 
     @property
     def is_router(self) -> bool:
@@ -118,6 +120,7 @@ class Visited:
             yield REFUSED_BY_VECTORS
         else:
             yield from REFUSED_BY_TOKENS
+            yield REFUSED_BY_TEMPLATE if self.has_chats else REFUSED_WITHOUT_TEMPLATE
             yield from REFUSED_BY_FORM if self.takes_forms else ()
         if self.is_router:
             yield from changes_of_workers()
@@ -129,7 +132,7 @@ class Visited:
     def _seldom(self) -> Iterable[seldom.Seldom]:
         if self.makes_vectors:
             return seldom.OF_VECTORS
-        if not self.is_front:
+        if not self.is_front or not self.has_chats:
             return ()
         return seldom.of_tokens(takes_forms=self.takes_forms, has_priorities=self.has_priorities)
 
@@ -174,7 +177,7 @@ async def visit_all(server: Visited, codes: list[str]) -> None:
         await server.visit(visit)
         if not isinstance(visit.right, int):
             codes.append(f"code {visit.right}")
-    if server.is_front and not server.makes_vectors:
+    if server.is_front and server.has_chats and not server.makes_vectors:
         await keep_a_conversation(server)
 
 

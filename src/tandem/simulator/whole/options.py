@@ -25,6 +25,7 @@ from tandem.simulator.whole.cuts import (
     micro_batches,
 )
 from tandem.simulator.whole.network import LOCAL_CAPACITY, TCP_CAPACITY
+from tandem.simulator.whole.templates import CLOCK, NONE, OWN
 
 BOOTSTRAP_PORT = 8998
 FAULT_KINDS = (
@@ -55,6 +56,7 @@ WINDOWS_ONE_IN = 8
 QUEUES_ONE_IN = 6
 CROWDED_ONE_IN = 8
 BACKENDS_ONE_IN = 8
+TEMPLATES_ONE_IN = 8
 FORMED_TOKENS = 512  # that a pool holds at least where requests offer tools, which take some 300 of them in a prompt
 
 
@@ -108,6 +110,7 @@ class Options:
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
     disk: StorageFaults = StorageFaults()  # noqa: RUF009 - it never changes; of the folder of pages, where there is one
     engine: str = PLAIN  # of all workers
+    template: str = OWN  # for chats
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -269,6 +272,13 @@ def draw_windows(seed: int) -> int:
     return 0 if is_older or random.randrange(WINDOWS_ONE_IN) else random.choice((1, 16, 40))
 
 
+def draw_template(seed: int) -> str:
+    """For chats. From randomness of its own, too."""
+    random = Random(f"whole templates {seed}")
+    is_own = seed < FIRST_OFF_RECORD or random.randrange(TEMPLATES_ONE_IN)
+    return OWN if is_own else random.choice((CLOCK, CLOCK, NONE))
+
+
 def draw_queue(seed: int, *, has_prefixes: bool) -> dict[str, Any]:
     """Another order of queues, where it is not the default. From randomness of its own, too."""
     random = Random(f"whole queues {seed}")
@@ -388,6 +398,7 @@ def draw_options(seed: int) -> Options:
         narrows=draw_narrows(seed),
         grid=grid_of(seed),
         disk=disk,
+        template=OWN if formed or vectors else draw_template(seed),
         **_draw_scarcity(random, has_faults=bool(kinds)),
     )
 

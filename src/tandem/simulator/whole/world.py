@@ -22,7 +22,7 @@ from random import Random
 from typing import Any  # JSON documents
 
 from tandem.core.settings import NodeSettings
-from tandem.core.values import SECOND
+from tandem.core.values import SECOND, Cause
 from tandem.membership import ClusterSecret
 from tandem.server import worker_storage
 from tandem.server.api import facts as server_facts
@@ -38,6 +38,7 @@ from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult
 from tandem.simulator.whole import cluster as servers
 from tandem.simulator.whole.clients import (
+    CHAT,
     Answer,
     Answers,
     ClientRequest,
@@ -78,6 +79,7 @@ from tandem.simulator.whole.options import (
 from tandem.simulator.whole.peer_checks import Causes, Punctual
 from tandem.simulator.whole.spies import spies
 from tandem.simulator.whole.starvation import Starvation, server_of
+from tandem.simulator.whole.templates import CLOCK, NONE, put_model
 from tandem.simulator.whole.torch_engine import TimedEngine, alone, load_engine, of_workers, one_thread, with_torch
 from tandem.simulator.whole.transfer_checks import CheckedTransfer, TransferWatch
 from tandem.simulator.whole.vectors import VectorAsk
@@ -91,6 +93,7 @@ HEAL_S = 60.0
 IDLE_S = 45.0
 LAST_VISITS_ONE_IN = 2
 CROWD = 6  # strangers who come at once
+MIDNIGHT = 1_700_006_400  # UTC; any, for templates that show the time
 END_S = 3.0  # nothing runs any more, so nothing has to be waited for
 LIMIT_NS = 600 * SECOND  # of virtual time: more than everything above together
 CANCELLED = "CancelledError"  # uvicorn, at the end of a drain
@@ -112,8 +115,7 @@ class World:
         secret = Path("secret")
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
-        Path(servers.MODEL_HERE).unlink(missing_ok=True)  # another world may have been here
-        Path(servers.MODEL_HERE).symlink_to(servers.MODEL)
+        put_model(options.template)
         self.cluster: Cluster = make_cluster(options, str(secret))
         self.memories = Memories(self.kernel, Random(f"memory {options.seed}"))
         self.disk = Disk(self.kernel, options.disk, Random(f"disk {options.seed}"))
@@ -335,6 +337,10 @@ class World:
             ask = replace(ask, sampling=draw_sampling(Random(f"sampling {self.options.seed} {ask.number}")))
         if self.options.block_tokens > 1:
             ask = replace(ask, scores=0)  # which tokens have that are found one behind the other
+        if self.options.template == CLOCK and ask.path == CHAT:
+            ask = replace(ask, rendered_at=MIDNIGHT + ask.number)
+        if self.options.template == NONE and ask.path == CHAT:
+            ask = replace(ask, path="/v1/completions")
         answer = await ask_at(*self._front, ask, random, self.keys)
         if self.forms.matters_for(ask):
             answer.right = await self.forms.right(ask)
@@ -429,12 +435,17 @@ class World:
             takes_forms=options.block_tokens == 1,
             has_priorities=options.has_priorities,
             takes_hooks=bool(options.flags.get("enable_fault_injection")),
+            has_chats=options.template != NONE,
         )
         if self.options.seed % LAST_VISITS_ONE_IN == 0:
             await self._run_at(server, partial(visit_all, visited, self.codes))
         if options.layout == "pairs" and not options.vectors and options.seed >= FIRST_OFF_RECORD:
             await self._until(
                 READY_S, "asked in turn", partial(self._is_asked_in_turn, Random(f"in turn {options.seed}"))
+            )
+        if options.layout == "pairs" and options.template == CLOCK:
+            await self._until(
+                READY_S, "asked at once", partial(self._is_asked_at_once, Random(f"at once {options.seed}"))
             )
         if options.num_prefills:
             number = random.randrange(options.num_prefills)
@@ -444,21 +455,46 @@ class World:
 
     async def _is_asked_in_turn(self, random: Random) -> str:
         """As by routers of vLLM's: a decode with what a prefill has answered."""
-        number = 1000 + len(self.answers)
-        ask = replace(draw_ask(random, number, careless=0.0, timeouts=(20.0,)), answers=self.right)
-        ask = replace(ask, path="/v1/completions", scores=ask.scores if self.options.block_tokens == 1 else 0)
+        ask, prefill, decode = self._asked_halves(random, "/v1/completions")
+        if trouble := await self._is_serving(prefill) or await self._is_serving(decode):
+            return trouble
+        half = replace(ask, max_new=1, is_streamed=False, routed={"kv_transfer_params": {"do_remote_decode": True}})
+        told = await ask_at(*self._address(prefill), half, random, self.keys)
+        if told.status != 200:
+            return f"{prefill.name} says {told.status} {told.error} {told.trouble}"
+        transfer = {"kv_transfer_params": told.events()[0]["kv_transfer_params"]}
+        return self._checked(await ask_at(*self._address(decode), replace(ask, routed=transfer), random, self.keys))
+
+    async def _is_asked_at_once(self, random: Random) -> str:
+        """As by routers of SGLang's kind whose halves see other times: decode's counts, its tokens are the answer."""
+        ask, prefill, decode = self._asked_halves(random, CHAT)
+        if trouble := await self._is_serving(prefill) or await self._is_serving(decode):
+            return trouble
+        port = BOOTSTRAP_PORT + int(prefill.name.removeprefix("prefill"))
+        room = {"bootstrap_host": prefill.host, "bootstrap_port": port, "bootstrap_room": random.getrandbits(62) + 1}
+        seconds = (MIDNIGHT + random.choice((-1, 0, 3600)), MIDNIGHT)
+        told, answer = await asyncio.gather(
+            *(
+                ask_at(*self._address(server), replace(ask, routed=room, rendered_at=second), random, self.keys)
+                for server, second in zip((prefill, decode), seconds, strict=True)
+            )
+        )
+        is_left = (told.error or {}).get("code") == Cause.PEER_ABORTED  # decode computes what cannot come
+        trouble = "" if told.is_whole and (told.error is None or is_left) else f"{told.error} {told.trouble}"
+        return self._checked(answer) or (trouble and f"{prefill.name} says {told.status} {trouble}")
+
+    def _asked_halves(self, random: Random, path: str) -> tuple[ClientRequest, Server, Server]:
+        """What a foreign router is asked for, and the prefill and decode that it chooses."""
+        ask = draw_ask(random, 1000 + len(self.answers), careless=0.0, timeouts=(20.0,))
+        scores = ask.scores if self.options.block_tokens == 1 else 0
         prefill, decode = (
             random.choice([server for server in self.cluster.servers if server.name.startswith(role)])
             for role in ("prefill", "decode")
         )
-        if trouble := await self._is_serving(prefill) or await self._is_serving(decode):
-            return trouble
-        half = replace(ask, max_new=1, is_streamed=False, transfer={"do_remote_decode": True})
-        told = await ask_at(*self._address(prefill), half, random, self.keys)
-        if told.status != 200:
-            return f"{prefill.name} says {told.status} {told.error} {told.trouble}"
-        transfer = told.events()[0]["kv_transfer_params"]
-        answer = await ask_at(*self._address(decode), replace(ask, transfer=transfer), random, self.keys)
+        return replace(ask, path=path, scores=scores, answers=self.right), prefill, decode
+
+    def _checked(self, answer: Answer) -> str:
+        """What a foreign router has brought. Raises Violation."""
         self.answers.append(answer)
         check(answer, self.faults)
         return "" if answer.error is None and answer.is_whole else f"{answer.status} {answer.error} {answer.trouble}"
