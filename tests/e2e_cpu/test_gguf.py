@@ -20,7 +20,7 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.model_source import BUNDLED, find_model
 from tandem.engine.digest_cache import DigestCache
 from tandem.engine.documents import ModelError
-from tandem.engine.gguf_checkpoint import make, save
+from tandem.engine.gguf_checkpoint import make, one_by_one, save
 from tandem.engine.gguf_settings import complete
 from tandem.engine.layers.quantized import QuantizedWeight, looked_up
 from tandem.engine.model_config import RopeConfig, parse_config, read_config
@@ -220,7 +220,7 @@ def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_pat
 
 def test_experts_are_kept_as_checkpoints_have_them(tmp_path: Path) -> None:
     model = make_qwen3_moe(tmp_path / "checkpoint")
-    save(model.config, model.state_dict(), torch.float32, None, tmp_path / "made")
+    save(model.config, dict(one_by_one(model.state_dict().items())), tmp_path / "made")
     expected, made = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint", "made"))
     assert made.keys() == expected.keys()
     assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())

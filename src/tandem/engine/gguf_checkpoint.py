@@ -1,14 +1,14 @@
-"""A GGUF file as a Hugging Face directory: config, tokenizer and weights, read by transformers.
+"""A GGUF file as a Hugging Face directory: config and tokenizer, read by transformers, and weights.
 
 Of our own architectures linear layers, embedding and head stay the codes that they are in the file, if `gguf_codes`
-knows their type. Other weights are stored as float32 if the file has nothing else, as bfloat16 if it has that, or else
-as float16.
+knows their type; transformers reads the weights of the others. What is no code is stored as float32 if the file has
+nothing else, as bfloat16 if it has that, or else as float16.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any  # a model of transformers, a reader of gguf
+from typing import Any  # a configuration and a model of transformers, a reader of gguf
 
 import gguf
 import safetensors.torch
@@ -16,73 +16,77 @@ import torch
 import transformers
 from torch import Tensor
 
-from tandem.engine.gguf_codes import CodedRows
-from tandem.engine.gguf_settings import complete, refuse_lost
-from tandem.engine.models.table import FAMILIES
-from tandem.engine.quantized_formats import GGUF_CONFIG, gguf_tensors
+from tandem.engine.gguf_settings import GgufFields, complete, put_sizes, refuse_lost
+from tandem.engine.gguf_weights import OURS, GgufWeights
+from tandem.engine.quantized_formats import CODES, GGUF_CONFIG
 
-LINEAR = re.compile(r"(.*\.layers\..*_proj|model\.embed_tokens|lm_head)\.weight")
-EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all of a layer, as transformers 5 keeps them
+FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all of a layer, as transformers 5 keeps them
+HEAD = "lm_head.weight"
 
 
 def make(file: Path, folder: Path) -> None:
-    """Takes memory for all weights, as float16 of a quantised file. Raises ModelError, and whatever the two libraries
-    raise.
-    """
+    """Takes memory for all that is stored. Raises ModelError, and whatever the two libraries raise."""
     transformers.utils.logging.disable_progress_bar()
     reader = gguf.GGUFReader(file)
-    dtype = dtype_for({tensor.tensor_type.name for tensor in reader.tensors})
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    read = read_ourselves if GgufFields(reader).architecture in OURS else read_by_transformers
+    model, weights = read(reader, where, dtype_for({tensor.tensor_type.name for tensor in reader.tensors}))
+    model.generation_config.save_pretrained(folder)
+    model.config.architectures = [type(model).__name__]
+    complete(model.config, reader)
+    save(model.config, weights, folder)
+
+
+def read_ourselves(reader: Any, where: dict[str, str], dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
+    """A model without memory, and its weights as a checkpoint has them."""
+    config: Any = transformers.AutoConfig.from_pretrained(**where)
+    said = GgufFields(reader)
+    put_sizes(config, said)
+    config.dtype = dtype
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    if Path(where["pretrained_model_name_or_path"], transformers.utils.GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"])
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        shapes.pop(HEAD, None)
+    weights = GgufWeights(said, config, shapes, dtype)
+    refuse_lost(reader, list(shapes), weights.missing())
+    return model, dict(weights.tensors())
+
+
+def read_by_transformers(reader: Any, where: dict[str, str], dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
+    """All of them become numbers."""
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, output_loading_info=True)
     model, told = loaded  # of which the library's types do not know
-    tokenizer.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    name, config, weights = type(model).__name__, model.config, model.state_dict()
-    del model  # so that weights are gone as soon as there are codes of them
-    config.architectures = [name]
+    weights = model.state_dict()
     refuse_lost(reader, list(weights), sorted(told["missing_keys"]))
-    complete(config, reader)
-    save(config, weights, dtype, reader, folder)
+    if model.config.tie_word_embeddings:
+        weights.pop(HEAD, None)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model, {name: tensor.contiguous() for name, tensor in one_by_one(weights.items())}
 
 
-def save(config: Any, weights: dict[str, Tensor], dtype: torch.dtype, reader: Any, folder: Path) -> None:
-    """As a checkpoint that transformers' own `save_pretrained` refuses to write of a quantised file."""
-    if config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    keeps = dtype == torch.float16 and config.architectures[0] in FAMILIES
-    coded = codes_in_place(weights, reader) if keeps else {}
-    if coded:
-        config.quantization_config = GGUF_CONFIG
-    config.save_pretrained(folder)
-    plain = {name: tensor.contiguous() for name, tensor in one_by_one(weights)}
-    safetensors.torch.save_file(plain | coded, folder / "model.safetensors", {"format": "pt"})
-
-
-def codes_in_place(weights: dict[str, Tensor], reader: Any) -> dict[str, Tensor]:
-    """Takes out of `weights` what the file has as codes, and returns these."""
-    rows, coded = CodedRows(reader), {}
-    for name in list(weights):
-        linear = LINEAR.fullmatch(name)
-        found = rows.find(weights[name]) if linear else None
-        if linear and found:
-            del weights[name]
-            coded |= gguf_tensors(linear[1], found)
-    return coded
-
-
-def one_by_one(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def one_by_one(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Each expert for itself, as checkpoints have them."""
-    for name, tensor in weights.items():
-        experts = EXPERTS.fullmatch(name)
+    for name, tensor in weights:
+        experts = FUSED_EXPERTS.fullmatch(name)
         if experts is None:
             yield name, tensor
             continue
         kinds = ("gate", "up") if experts[2] == "gate_up" else ("down",)
         for kind, those in zip(kinds, tensor.chunk(len(kinds), dim=1), strict=True):
             yield from ((f"{experts[1]}.{index}.{kind}_proj.weight", expert) for index, expert in enumerate(those))
+
+
+def save(config: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """As a checkpoint that transformers' own `save_pretrained` refuses to write of a quantised file."""
+    if any(name.endswith(CODES) for name in weights):
+        config.quantization_config = GGUF_CONFIG
+    config.save_pretrained(folder)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def dtype_for(kinds: set[str]) -> torch.dtype:

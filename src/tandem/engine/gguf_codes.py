@@ -8,9 +8,9 @@ are the codes, and of blocks whose codes are all the same the scales. So a type 
     4 bits, groups of 32   Q4_0, Q4_1, Q4_K
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any  # a tensor of the gguf library
 
 import gguf
@@ -25,6 +25,7 @@ Numbers = npt.NDArray[np.float32]
 
 ONE, NOTHING = np.float16(1).tobytes(), bytes(2)
 ROWS_AT_ONCE = 1024  # of a tensor: their numbers take many times the memory of their codes
+BLOCKS_AT_ONCE = 64  # in a row of the library's, at most
 K_SCALES = b"\1\1\1\1" + bytes(4) + b"\1\1\1\1"  # eight scales of one, no minimum
 
 
@@ -54,39 +55,18 @@ LAYOUTS = {
 }
 
 
-class CodedRows:
-    """The rows of all tensors of a file that can be kept as codes, found by the numbers that they stand for.
-
-    Why by their numbers: a checkpoint that transformers makes of the file has other names, and rows in another order.
-    """
-
-    def __init__(self, reader: Any) -> None:
-        self._tensors = [each for each in reader.tensors if each.tensor_type.name in LAYOUTS and each.data.ndim == 2]
-        self._rows: list[dict[bytes, int]] = []
-        for tensor in self._tensors:
-            digests = (digest for numbers in numbers_of(tensor) for digest in digests_of(numbers.astype(np.float16)))
-            self._rows.append({digest: row for row, digest in enumerate(digests)})
-
-    def find(self, weight: torch.Tensor) -> QuantizedWeight | None:
-        """weight: [outputs, inputs] float16, as which all is compared. None where its rows are not of one tensor."""
-        wanted = digests_of(weight.numpy())
-        for tensor, rows in zip(self._tensors, self._rows, strict=True):
-            if all(digest in rows for digest in wanted):
-                own = np.array([rows[digest] for digest in wanted])
-                return joined([coded(tensor, own[at : at + ROWS_AT_ONCE]) for at in range(0, len(own), ROWS_AT_ONCE)])
-        return None
-
-
-def digests_of(rows: npt.NDArray[np.float16]) -> list[bytes]:
-    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in np.ascontiguousarray(rows)]
-
-
 def numbers_of(tensor: Any) -> Iterator[Numbers]:
+    """Of so many of its rows after the other."""
     for first in range(0, tensor.data.shape[0], ROWS_AT_ONCE):
-        yield gguf.quants.dequantize(tensor.data[first : first + ROWS_AT_ONCE], tensor.tensor_type)
+        yield dequantized(tensor.data[first : first + ROWS_AT_ONCE], tensor.tensor_type)
 
 
-def joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
+def coded(tensor: Any, rows: npt.NDArray[np.int64]) -> QuantizedWeight:
+    """These rows of a tensor whose type has a layout."""
+    return _joined([_coded(tensor, rows[at : at + ROWS_AT_ONCE]) for at in range(0, len(rows), ROWS_AT_ONCE)])
+
+
+def _joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
     """Rows behind rows."""
     offsets = [part.offsets for part in parts if part.offsets is not None]
     return replace(
@@ -97,25 +77,24 @@ def joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-def coded(tensor: Any, rows: npt.NDArray[np.int64]) -> QuantizedWeight:
-    """These rows of a tensor."""
+def _coded(tensor: Any, rows: npt.NDArray[np.int64]) -> QuantizedWeight:
     kind, layout = tensor.tensor_type, LAYOUTS[tensor.tensor_type.name]
     data: Bytes = tensor.data[rows]
 
     def of_groups(numbers: Numbers) -> torch.Tensor:
         return torch.from_numpy(numbers[:, :: layout.group].copy())
 
-    same = made(data, kind, same=layout.same)
-    unit = made(data[:1, : gguf.GGML_QUANT_SIZES[kind][1]], kind, unit=True, same=layout.same)[0, 0]
+    same = _made(data, kind, same=layout.same)
+    unit = _made(data[:1, : gguf.GGML_QUANT_SIZES[kind][1]], kind, unit=True, same=layout.same)[0, 0]
     scales = of_groups(same) / unit
     offsets = None
     if layout.minima is not None:
-        offsets = of_groups(made(data, kind, same=bytes(len(layout.same)), minima=True)) + layout.middle * scales
-    codes = torch.from_numpy(made(data, kind, unit=True) - layout.middle).to(torch.int8)
+        offsets = of_groups(_made(data, kind, same=bytes(len(layout.same)), minima=True)) + layout.middle * scales
+    codes = torch.from_numpy(_made(data, kind, unit=True) - layout.middle).to(torch.int8)
     return QuantizedWeight.of(codes, scales, offsets, bits=layout.bits, group=layout.group)
 
 
-def made(data: Bytes, kind: Any, *, unit: bool = False, same: bytes | None = None, minima: bool = False) -> Numbers:
+def _made(data: Bytes, kind: Any, *, unit: bool = False, same: bytes | None = None, minima: bool = False) -> Numbers:
     """What the library makes of rows with other scales or codes. minima: they stay."""
     layout, size = LAYOUTS[kind.name], gguf.GGML_QUANT_SIZES[kind][1]
     is_scale = np.zeros(size, dtype=bool)
@@ -127,4 +106,17 @@ def made(data: Bytes, kind: Any, *, unit: bool = False, same: bytes | None = Non
         blocks[:, ~is_scale] = np.frombuffer(same, np.uint8)
     if layout.minima is not None and not minima:
         blocks[:, layout.minima] = 0
-    return gguf.quants.dequantize(blocks.reshape(data.shape), kind)
+    return dequantized(blocks.reshape(data.shape), kind)
+
+
+def dequantized(data: Bytes | npt.NDArray[np.floating[Any]], kind: Any) -> Numbers:
+    """The numbers of these blocks: [..., bytes] becomes [..., numbers]. What is no blocks are numbers already.
+
+    The library goes through 16 rows at a time, so rows of many blocks take it a fraction of the time.
+    """
+    if data.dtype != np.uint8:
+        return data.astype(np.float32)
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    width = gcd(data.size // size, BLOCKS_AT_ONCE) * size
+    shape = gguf.quant_shape_from_byte_shape(data.shape, kind)
+    return gguf.quants.dequantize(data.reshape(-1, width), kind).reshape(shape)

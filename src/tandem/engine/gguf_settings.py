@@ -5,6 +5,7 @@ windows are left out, tensors that it has no name for are left away, and those t
 What our architectures compute of that is put into the configuration; the rest is refused by name.
 """
 
+from collections.abc import Collection
 from typing import Any  # a configuration of transformers, a reader and values of gguf
 
 import gguf
@@ -24,6 +25,7 @@ UNREAD = (
     "rope.scaling.yarn_attn_factor",
 )
 BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
+SIZES = {"head_dim": "attention.key_length", "moe_intermediate_size": "expert_feed_forward_length"}
 ORIGINAL = "original_max_position_embeddings"
 # Layers of those Gemmas (27B) whose scores are divided as if heads filled the hidden size; llama.cpp counts them, too.
 WIDE_GEMMAS = {"gemma2": 46, "gemma3_text": 62}
@@ -63,14 +65,25 @@ def refuse_lost(reader: Any, names: list[str], missing: list[str]) -> None:
 
 def _tensors_of(names: list[str], architecture: str) -> set[str]:
     """As the file names the weights. Bare layers, without what stands on top of them, are named without a prefix."""
-    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
-    places = gguf.get_tensor_name_map(kinds[0], len(names)) if kinds else None
+    places = places_of(names, architecture)
     found = set[str]()
     for name in (*names, *(name.partition(".")[2] for name in names)):
         layer, dot, kind = name.rpartition(".")
-        place = places.get_name(layer) if places is not None else None
-        found.add(f"{place}{dot}{kind}")
+        found.add(f"{places.get_name(layer) if places is not None else None}{dot}{kind}")
     return found
+
+
+def places_of(names: Collection[str], architecture: str) -> Any:
+    """The library's table of names, for as many layers as these weights can have. None: it does not know it."""
+    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    return gguf.get_tensor_name_map(kinds[0], len(names)) if kinds else None
+
+
+def put_sizes(config: Any, said: GgufFields) -> None:
+    """Those that transformers takes for granted, before a model is made of them."""
+    for name, field in SIZES.items():
+        if said.of(field) and hasattr(config, name):
+            setattr(config, name, int(said.of(field)))
 
 
 def complete(config: Any, reader: Any) -> None:

@@ -30,6 +30,7 @@ from tandem.logtext import shown
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which four bits of a word each of eight outputs is
 FLOATS = ("F32", "BF16", "F16")
 GGUF_CONFIG = {"quant_method": "gguf"}  # of config.json
+CODES = ".codes"  # ends the names of such codes
 
 
 class StoredTensors:
