@@ -3438,7 +3438,21 @@ OTHERS = (
         "server/api/accept.py",
         "return path is not None and path not in PAGES",
         "return path is not None",
-        "unit/test_api_accept.py::test_who_is_full_hears_probes_and_who_has_said_nothing_yet",
+        "unit/test_api_accept.py::test_who_asks_for_a_page_before_it_has_a_transport_is_not_refused",
+    ),
+    Break(
+        "probes_are_refused_where_there_are_too_many_connections",
+        "server/api/accept.py",
+        "if path in PAGES and bounds.num_open < bounds.max_connections + MORE_FOR_PAGES:",
+        "if path in PAGES and bounds.num_open < bounds.max_connections:",
+        "unit/test_api_accept.py::test_where_there_are_too_many_connections_probes_are_answered_and_nobody_else",
+    ),
+    Break(
+        "probes_stand_behind_those_who_are_let_in",
+        "server/api/accept.py",
+        "            bounds.num_open += 1\n            self._begin(sock)",
+        "            bounds.num_open += 1\n            self._let_in.append(sock)",
+        "unit/test_api_accept.py::test_a_probe_does_not_stand_behind_those_who_are_let_in",
     ),
     Break(
         "a_refused_socket_is_kept_for_ever",

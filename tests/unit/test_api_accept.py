@@ -168,6 +168,49 @@ def test_who_is_full_hears_probes_and_who_has_said_nothing_yet() -> None:
     serves(story, max_requests=1)
 
 
+def test_who_asks_for_a_page_before_it_has_a_transport_is_not_refused() -> None:
+    async def story(port: Port) -> None:
+        port.bounds.num_requests = 1
+        *_, last = [port.connect() for _ in range(PER_TURN + 1)]
+        await until(lambda: port.bounds.num_open == PER_TURN + 1)
+        last.sendall(HEALTH)
+        assert (await asyncio.get_running_loop().sock_recv(last, 1 << 16)).startswith(b"HTTP/1.1 200")
+        port.bounds.num_requests = 0
+
+    serves(story, max_requests=1)
+
+
+def test_where_there_are_too_many_connections_probes_are_answered_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accept, "MORE_FOR_PAGES", 2)
+
+    async def story(port: Port) -> None:
+        port.connect()
+        await until(lambda: port.bounds.num_open == 1)
+        for data in (b"", MODELS):
+            assert b"as many connections" in await answer(port.connect(data))
+        for _ in range(2):
+            said = await asyncio.get_running_loop().sock_recv(port.connect(HEALTH), 1 << 16)
+            assert said.startswith(b"HTTP/1.1 200")
+        assert b"as many connections" in await answer(port.connect(HEALTH))
+
+    serves(story, max_connections=1, patience_s=LONG)
+
+
+def test_a_probe_does_not_stand_behind_those_who_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = per_turn(monkeypatch, BoundedHttp1, "connection_made")
+
+    async def story(port: Port) -> None:
+        for _ in range(4 * PER_TURN):
+            port.connect()
+        said = await asyncio.get_running_loop().sock_recv(port.connect(HEALTH), 1 << 16)
+        assert said.startswith(b"HTTP/1.1 200")
+
+    serves(story)
+    assert made[min(made)] == PER_TURN + 1, "it is one of the first"
+
+
 def test_a_refused_socket_goes_with_its_client_or_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(port: Port) -> None:
         leaves, stays = port.connect(), port.connect()

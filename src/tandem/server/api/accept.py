@@ -9,6 +9,9 @@ who is refused. The others have their place, and `PER_TURN` of them get their tr
     too many requests      refused where it has asked for work already; else it is let in, and refused by its head when
                            that comes (`connections.py`)
 
+Who is full is not ill: whoever has asked for one of `PAGES`, probes among them, is let in before all others, and so are
+`MORE_FOR_PAGES` of them where there are too many connections.
+
 A refused socket is read to its end, or for `LINGER_SECONDS`: closing it at once would reset the connection, and who
 still sends would not read why.
 """
@@ -40,6 +43,7 @@ from tandem.server.api.http1 import uvicorn_config
 ACCEPTS_PER_TURN = 256
 PER_TURN = 32
 LISTEN_BACKLOG = 2048
+MORE_FOR_PAGES = 32  # connections, beyond those that there may be
 PEEKED_BYTES = 4096  # for the first line of a head
 DISCARDED_BYTES = 1 << 16
 RETRY_SECONDS = 1.0  # where file descriptors or memory have run out
@@ -119,10 +123,13 @@ class HttpListener:
             self._connect_some()
 
     def _take(self, sock: socket.socket) -> None:
-        bounds = self._bounds
-        if bounds.num_open >= bounds.max_connections and not bounds.make_room(self._loop.time()):
+        bounds, path = self._bounds, peeked_path(sock)
+        if path in PAGES and bounds.num_open < bounds.max_connections + MORE_FOR_PAGES:
+            bounds.num_open += 1
+            self._begin(sock)
+        elif bounds.num_open >= bounds.max_connections and not bounds.make_room(self._loop.time()):
             self._refuse(sock, TOO_MANY_CONNECTIONS)
-        elif bounds.is_full and asks_for_work(sock):
+        elif bounds.is_full and is_work(path):
             self._refuse(sock, TOO_MANY_REQUESTS)
         else:
             bounds.num_open += 1
@@ -131,16 +138,19 @@ class HttpListener:
     def _connect_some(self) -> None:
         for _ in range(min(PER_TURN, len(self._let_in))):
             sock = self._let_in.popleft()
-            if self._bounds.is_full and asks_for_work(sock):
+            if self._bounds.is_full and is_work(peeked_path(sock)):
                 self._bounds.num_open -= 1
                 self._refuse(sock, TOO_MANY_REQUESTS)
-                continue
-            task = self._loop.create_task(self._connect(self._make(), sock))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            else:
+                self._begin(sock)
         self._is_connecting = bool(self._let_in)
         if self._is_connecting:
             self._loop.call_soon(self._connect_some)
+
+    def _begin(self, sock: socket.socket) -> None:
+        task = self._loop.create_task(self._connect(self._make(), sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, connection: BoundedHttp1, sock: socket.socket) -> None:
         if self._is_closed:
@@ -211,10 +221,14 @@ def turn_away(sock: socket.socket) -> None:
     sock.close()
 
 
-def asks_for_work(sock: socket.socket) -> bool:
-    """Whether it has asked already, and for no page that is served by who is full. Nothing is taken from the socket."""
+def peeked_path(sock: socket.socket) -> str | None:
+    """What it has asked for already, if anything. Nothing is taken from the socket."""
     try:
-        path = asked_path(sock.recv(PEEKED_BYTES, socket.MSG_PEEK))
+        return asked_path(sock.recv(PEEKED_BYTES, socket.MSG_PEEK))
     except OSError:  # nothing is there, or it has left
-        return False
+        return None
+
+
+def is_work(path: str | None) -> bool:
+    """Whether it is asked for, and no page that is served by who is full."""
     return path is not None and path not in PAGES
