@@ -103,8 +103,8 @@ def ask(server: Server, **fields: Any) -> Answer:
         body = reply.read().decode()
         assert reply.status == 200, body
         path = reply.headers["x-tandem-path"]
-    choices = [json.loads(line[6:])["choices"][0] for line in body.splitlines() if line.startswith("data: {")]
-    prompt = choices[0]["prompt_token_ids"]
+    events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")]
+    prompt, choices = events[0]["prompt_token_ids"], [event["choices"][0] for event in events]
     return Answer(path, prompt, [token for choice in choices for token in choice.get("token_ids", [])])
 
 

@@ -131,6 +131,7 @@ def test_a_completion_counts_its_length_and_says_so() -> None:
         "logprobs": None,
         "finish_reason": "length",
         "matched_stop": None,
+        "stop_reason": None,
     }
 
 
@@ -281,6 +282,65 @@ def test_token_ids_come_when_asked() -> None:
     assert (whole["token_ids"], whole["prompt_token_ids"]) == ([*ids("ab"), END], ids("x"))
     assert [id for event in events for id in event["choices"][0].get("token_ids", [])] == whole["token_ids"]
     assert events[0]["choices"][0]["prompt_token_ids"] == ids("x")
+
+
+def test_tokens_are_shown_by_id_where_that_is_asked_for() -> None:
+    """vLLM's `return_tokens_as_token_ids`: two tokens can have one text, and no token two ids."""
+    asked = {"return_tokens_as_token_ids": True, "echo": True, "logprobs": 1}
+    with world(says("ab")).http() as http:
+        body = {"prompt": "x"} | asked
+        shown = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+        events = sse(http.post("/v1/completions", json=body | {"stream": True}).text)
+        more = {"logprobs": True, "top_logprobs": 1}
+        chat = http.post("/v1/chat/completions", json=CHAT | asked | {"echo": False} | more).json()
+    names = [f"token_id:{id}" for id in [*ids("xab"), END]]
+    assert shown["tokens"] == names
+    assert all(name in best for name, best in zip(names[1:], shown["top_logprobs"][1:], strict=True))
+    assert [name for event in events for name in event["choices"][0]["logprobs"]["tokens"]] == names
+    entries = chat["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == names[1:]
+    assert entries[0]["bytes"] == list(b"a"), "what it is, beside its id"
+    assert all(best["token"].startswith("token_id:") for entry in entries for best in entry["top_logprobs"])
+
+
+def test_the_first_event_of_a_chat_has_the_prompts_ids() -> None:
+    """Beside its choices, as the whole answer has them, and vLLM's streams."""
+    body = {**CHAT, "return_token_ids": True, "n": 2}
+    with (w := world(says("ab"))).http() as http:
+        whole = http.post("/v1/chat/completions", json=body).json()
+        events = sse(http.post("/v1/chat/completions", json=body | {"stream": True}).text)
+    assert whole["prompt_token_ids"] == prompt_of(w.node.submits[0])
+    assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert all("prompt_token_ids" not in choice for event in events for choice in event["choices"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x", "echo": True})],
+)
+def test_an_event_that_shows_nothing_of_the_answer_counts_nothing_of_it(path: str, body: dict[str, Any]) -> None:
+    """However much of it there is by then: who divides text by tokens would have some that nobody has seen."""
+    more = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    with world(says("abc")).http() as http:
+        events = sse(http.post(path, json=body | more).text)
+    opening = events[0]["usage"]
+    assert (opening["completion_tokens"], opening["total_tokens"]) == (0, opening["prompt_tokens"])
+    assert events[-1]["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_of_what_ended_an_answer_the_clients_own_stops_are_named(path: str, stream: bool) -> None:
+    """vLLM's `stop_reason`: the stop string or token id of the request, and null where the model ended by itself."""
+    body = (CHAT if "chat" in path else {"prompt": "x"}) | {"stream": stream}
+    told = []
+    for output, more in (("ab", {}), ("abc", {"stop": "b"}), ("ab", {"stop_token_ids": ids("b")})):
+        script = Script(ids(output) if "stop_token_ids" in more else [*ids(output), END])
+        with world(lambda request, payload, script=script: script).http() as http:
+            answer = http.post(path, json=body | more)
+        (last,) = (sse(answer.text) if stream else [answer.json()])[-1]["choices"]
+        told.append((last["finish_reason"], last["stop_reason"]))
+    assert told == [("stop", None), ("stop", "b"), ("stop", ids("b")[0])]
 
 
 def test_the_path_is_in_the_head_of_streams_and_answers() -> None:

@@ -142,6 +142,7 @@ class OpenAIBody(SamplingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     best_of: Samples | None = None
     prompt_logprobs: TopLogprobs | None = None

@@ -214,6 +214,7 @@ class Shape(Struct, frozen=True):
     includes_usage: bool  # in an event of its own at the end
     counts_on: bool  # usage in every event
     returns_ids: bool
+    names_ids: bool  # tokens of logprobs are shown by id
     prompt_logprobs: int | None  # alternatives to each token of the prompt; None: nothing is told of them
 
     @classmethod
@@ -227,6 +228,7 @@ class Shape(Struct, frozen=True):
             includes_usage=options is not None and bool(options.include_usage),
             counts_on=options is not None and bool(options.continuous_usage_stats),
             returns_ids=bool(body.return_token_ids),
+            names_ids=bool(body.return_tokens_as_token_ids),
             prompt_logprobs=body.prompt_logprobs,
         )
 
@@ -240,11 +242,12 @@ class Writer:
         self.head = {"id": shape.id, "object": kind, "created": shape.made_at, "model": shape.model}
         self._opening = b"data: " + encode(self.head)[:-1] + b',"choices":['
 
-    def event(self, choice: bytes, sample: Sample) -> bytes:
-        """One SSE event with one choice."""
-        if not self.shape.counts_on:
-            return self._opening + choice + b"]}\n\n"
-        return self._opening + choice + b'],"usage":' + encode(usage_of([sample])) + b"}\n\n"
+    def event(self, choice: bytes, sample: Sample, *, shows_output: bool = True, more: bytes = b"") -> bytes:
+        """One SSE event with one choice. more: members beside the choices."""
+        event = self._opening + choice + b"]" + more
+        if self.shape.counts_on:
+            event += b',"usage":' + encode(usage_of([sample], shows_output=shows_output))
+        return event + b"}\n\n"
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         if not self.shape.includes_usage:
@@ -255,10 +258,14 @@ class Writer:
         """A member of a choice in a stream."""
         return b',"token_ids":' + encode(sample.tokens[start:]) if self.shape.returns_ids else b""
 
+    def name(self, id: int) -> str:
+        """A token as logprobs show it."""
+        return f"token_id:{id}" if self.shape.names_ids else self.tokenizer.token_text(id)
+
     def score(self, id: int, logprob: float | None) -> dict[str, object]:
         """A token as chat logprobs show it."""
         return {
-            "token": self.tokenizer.token_text(id),
+            "token": self.name(id),
             "logprob": logprob,
             "bytes": list(self.tokenizer.token_bytes(id)),
         }
@@ -295,10 +302,9 @@ class ChatReply:
 
     def begin(self, sample: Sample) -> bytes:
         choice = self._openings[sample.ask.index] + b'{"role":"assistant","content":""},"logprobs":null'
-        choice += b',"finish_reason":null'
-        if self._shape.returns_ids:
-            choice += b',"prompt_token_ids":' + encode(sample.ask.prompt.tokens)
-        return self._chunk.event(choice + b"}", sample)
+        choice += b',"finish_reason":null}'
+        ids = b',"prompt_token_ids":' + encode(sample.ask.prompt.tokens) if self._shape.returns_ids else b""
+        return self._chunk.event(choice, sample, shows_output=False, more=ids)
 
     def delta(self, sample: Sample, text: str, start: int) -> bytes:
         if self._form is None:
@@ -311,9 +317,9 @@ class ChatReply:
         last = self.delta(sample, text, start) if len(sample.tokens) > start or text else b""
         if self._form is not None:
             last += self._pieces(sample, self._splitter(sample).finish(), len(sample.tokens), is_last=True)
-        choice = self._openings[sample.ask.index] + b'{},"logprobs":null,"finish_reason":"%s","matched_stop":%s}' % (
+        choice = self._openings[sample.ask.index] + b'{},"logprobs":null,"finish_reason":"%s",%s}' % (
             self._finish_reason(sample).encode(),
-            encode(sample.text.matched),
+            encode(what_ended(sample))[1:-1],
         )
         return last + self._chunk.event(choice, sample)
 
@@ -381,7 +387,7 @@ class ChatReply:
             "message": message,
             "logprobs": {"content": self._entries(sample, 0)} if sample.ask.sampling.logprobs else None,
             "finish_reason": self._finish_reason(sample),
-            "matched_stop": sample.text.matched,
+            **what_ended(sample),
         }
         if self._shape.returns_ids:
             choice["token_ids"] = sample.tokens
@@ -464,7 +470,8 @@ class CompletionReply:
         if self._shape.returns_ids:
             choice += b',"prompt_token_ids":' + encode(sample.ask.prompt.tokens)
         logprobs = encode(self._of_prompt(sample)) if self._echo and sample.ask.sampling.logprobs else b"null"
-        return self._writer.event(choice + b',"logprobs":' + logprobs + b',"finish_reason":null}', sample)
+        choice += b',"logprobs":' + logprobs + b',"finish_reason":null}'
+        return self._writer.event(choice, sample, shows_output=False)
 
     def delta(self, sample: Sample, text: str, start: int) -> bytes:
         if not text and not sample.scores and not self._shape.returns_ids:
@@ -472,9 +479,9 @@ class CompletionReply:
         return self._writer.event(self._part(sample, text, start) + b',"finish_reason":null}', sample)
 
     def end(self, sample: Sample, text: str, start: int) -> bytes:
-        choice = self._part(sample, text, start) + b',"finish_reason":"%s","matched_stop":%s}' % (
+        choice = self._part(sample, text, start) + b',"finish_reason":"%s",%s}' % (
             sample.finish_reason.encode(),
-            encode(sample.text.matched),
+            encode(what_ended(sample))[1:-1],
         )
         return self._writer.event(choice, sample)
 
@@ -504,7 +511,7 @@ class CompletionReply:
             "text": self._prompt_text(sample) + "".join(sample.parts),
             "logprobs": self._all_logprobs(sample) if sample.ask.sampling.logprobs else None,
             "finish_reason": sample.finish_reason,
-            "matched_stop": sample.text.matched,
+            **what_ended(sample),
         }
         if self._shape.returns_ids:
             choice |= {"token_ids": sample.tokens, "prompt_token_ids": sample.ask.prompt.tokens}
@@ -541,7 +548,7 @@ class CompletionReply:
         offsets: list[object] = []
         tops: list[object] = []
         for token, score in zip(tokens, scores, strict=True):
-            names.append(self._tokenizer.token_text(token))
+            names.append(self._writer.name(token))
             offsets.append(its.of(self._tokenizer.token_bytes(token)))
             tops.append(None if score is None else self._tops(token, score))
         return {
@@ -552,26 +559,31 @@ class CompletionReply:
         }
 
     def _tops(self, token: int, score: TokenScore) -> dict[str, float]:
-        """The best alternatives by text; the sampled token is always among them, as OpenAI has it."""
-        best = {
-            self._tokenizer.token_text(id): logprob
-            for id, logprob in zip(score.top_ids, score.top_logprobs, strict=True)
-        }
-        return best | {self._tokenizer.token_text(token): score.logprob}
+        """The best alternatives by name; the sampled token is always among them, as OpenAI has it."""
+        best = {self._writer.name(id): logprob for id, logprob in zip(score.top_ids, score.top_logprobs, strict=True)}
+        return best | {self._writer.name(token): score.logprob}
 
 
-def usage_of(samples: Sequence[Sample]) -> dict[str, object]:
+def what_ended(sample: Sample) -> dict[str, object]:
+    """What the output stopped at, as SGLang has it; and as vLLM, which names only what the request asked to stop at."""
+    matched = sample.text.matched
+    is_the_models = isinstance(matched, int) and matched not in sample.ask.sampling.stop_token_ids
+    return {"matched_stop": matched, "stop_reason": None if is_the_models else matched}
+
+
+def usage_of(samples: Sequence[Sample], *, shows_output: bool = True) -> dict[str, object]:
     """Prompts count once, however many samples they have, and as cached what no sample of them has computed."""
     prompts = {sample.ask.prompt_index: len(sample.ask.prompt.tokens) for sample in samples}
     cached = dict(prompts)
     for sample in samples:
         cached[sample.ask.prompt_index] = min(cached[sample.ask.prompt_index], sample.cached_tokens)
     prompt_tokens = sum(prompts.values())
-    completion_tokens = sum(sample.text.num_tokens for sample in samples)
+    shown = samples if shows_output else ()
+    completion_tokens = sum(sample.text.num_tokens for sample in shown)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
-        "completion_tokens_details": {"reasoning_tokens": sum(sample.text.num_thought_tokens for sample in samples)},
+        "completion_tokens_details": {"reasoning_tokens": sum(sample.text.num_thought_tokens for sample in shown)},
     }
