@@ -3520,8 +3520,8 @@ OTHERS = (
     Break(
         "who_asks_is_no_part_of_a_prompts_hash",
         "server/router/prompt_blocks.py",
-        "tenant=tenant_of(key, salt if isinstance(salt, str) else None)",
-        'tenant=tenant_of("", salt if isinstance(salt, str) else None)',
+        "tenant=tenant_of(key, *salts)",
+        'tenant=tenant_of("", *salts)',
         "unit/test_prompt_blocks.py::test_nobody_shares_with_another_key_or_another_router",
     ),
     Break(

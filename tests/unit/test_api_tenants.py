@@ -50,10 +50,24 @@ def test_a_salt_narrows_a_key_and_never_reaches_another() -> None:
     assert len(set(found)) == len(asked)
 
 
-@given(st.text(), st.text(), st.text(), st.text())
-def test_no_two_pairs_of_key_and_salt_have_one_name(key: str, salt: str, other_key: str, other_salt: str) -> None:
-    same = (key, salt) == (other_key, other_salt)
-    assert (tenant_of(key, salt) == tenant_of(other_key, other_salt)) is same
+NAMES = st.tuples(st.text(), st.text(), st.text())
+
+
+@given(NAMES, NAMES)
+def test_no_two_keys_salts_and_extra_keys_have_one_name(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
+    assert (tenant_of(*one) == tenant_of(*other)) is (one == other)
+
+
+def test_sglangs_extra_key_parts_prompts_as_a_salt_does() -> None:
+    w = world(page_size=4)
+    (plain,) = requests_of(w, ("key", None))
+    (one,) = requests_of(w, ("key", None), extra_key="a")
+    (again,) = requests_of(w, ("key", None), extra_key="a")
+    (salted,) = requests_of(w, ("key", "a"), extra_key="a")
+    (empty,) = requests_of(w, ("key", None), extra_key="")
+    assert one.page_hashes == again.page_hashes
+    assert empty.page_hashes == plain.page_hashes
+    assert len({request.page_hashes[0] for request in (plain, one, salted)}) == 3
 
 
 def test_without_a_salt_and_with_an_empty_one_it_is_the_same_tenant() -> None:

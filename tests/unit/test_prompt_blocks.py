@@ -48,6 +48,7 @@ def test_what_goes_on_shares_all_blocks_but_the_last(before: dict[str, Any], aft
         ({"prompt": LONG}, {"prompt": "x" + LONG}),
         ({"messages": said(LONG)}, {"messages": said(LONG), "tools": [{"name": "f"}]}),
         ({"prompt": LONG}, {"prompt": LONG, "cache_salt": "s"}),
+        ({"prompt": LONG}, {"prompt": LONG, "extra_key": "s"}),
     ],
 )
 def test_another_beginning_shares_none(body: dict[str, Any], other: dict[str, Any]) -> None:

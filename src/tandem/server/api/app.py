@@ -485,7 +485,7 @@ class Endpoints:
             all_params,
             self._limits,
             own_rid=uuid.uuid4().hex if resume is None else resume.opening.nonce,
-            tenant=tenant_of(given_key(request.headers), routing.cache_salt),
+            tenant=tenant_of(given_key(request.headers), routing.cache_salt, routing.extra_key),
             timeout_ns=self._timeout_ns(request, routing),
             seed_rooms=() if resume is None else resume.opening.rooms,
         )

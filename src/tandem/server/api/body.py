@@ -72,6 +72,7 @@ class Routing(Struct, kw_only=True):
     priority: Int | None = None
     timeout: Seconds | None = None
     cache_salt: Salt | None = None
+    extra_key: Salt | None = None
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: Int | list[Int | None] | None = None
     bootstrap_room: Int | str | list[Int | str | None] | None = None

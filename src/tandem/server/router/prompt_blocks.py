@@ -40,8 +40,8 @@ class PromptBlocks:
 
     def __call__(self, body: Mapping[str, object], key: str) -> Blocks:
         """In any thread. Of several prompts the first counts: they go to the same worker."""
-        salt = body.get("cache_salt")
-        parent = root_hash(secret=self._secret, tenant=tenant_of(key, salt if isinstance(salt, str) else None))
+        salts = [salt if isinstance(salt, str) else None for salt in (body.get("cache_salt"), body.get("extra_key"))]
+        parent = root_hash(secret=self._secret, tenant=tenant_of(key, *salts))
         text = b"".join(msgspec.json.encode(first_of(body[name])) for name in FIELDS if name in body)
         blocks: list[bytes] = []
         for stop in range(BLOCK_BYTES, min(len(text), BLOCK_BYTES * MAX_BLOCKS) + 1, BLOCK_BYTES):
