@@ -118,9 +118,9 @@ def test_what_is_not_stored_or_is_of_another_key_is_not_there(client: openai.Ope
     for wrong, asker in ((made.id, client), (kept.id, client.with_options(api_key="another"))):
         with pytest.raises(openai.NotFoundError):
             asker.responses.retrieve(wrong)
-        with pytest.raises(openai.NotFoundError) as refused:
+        with pytest.raises(openai.BadRequestError) as refused:
             asked(asker, previous_response_id=wrong)
-        assert refused.value.param == "previous_response_id"
+        assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
 def test_the_halves_of_a_pair_keep_nothing(common: Cluster, router: openai.OpenAI) -> None:

@@ -470,9 +470,9 @@ def test_what_is_not_to_be_stored_is_not(ask: Any) -> None:
         for use in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
             with pytest.raises(openai.NotFoundError):
                 use(made.id)
-        with pytest.raises(openai.NotFoundError) as refused:
+        with pytest.raises(openai.BadRequestError) as refused:
             ask(client, previous_response_id=made.id)
-        assert refused.value.param == "previous_response_id"
+        assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
 def test_a_stream_of_a_response_that_has_ended_is_refused_by_name() -> None:
@@ -490,7 +490,7 @@ def test_a_key_sees_no_response_of_another() -> None:
         for use in (other.responses.retrieve, other.responses.delete, other.responses.input_items.list):
             with pytest.raises(openai.NotFoundError):
                 use(made.id)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError):
             asked(other, previous_response_id=made.id)
         assert client.responses.retrieve(made.id).id == made.id
 

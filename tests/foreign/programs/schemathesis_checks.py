@@ -18,7 +18,7 @@ BEYOND_SCHEMAS = {
     (413, "out_of_pages"),  # tokens, and the memory of the server
     (400, "route_conflict"),  # `disagg_prefill_dp_rank`, and what the prefill that is asked has
     (404, "model_not_found"),  # names of models, which come and go behind a router
-    (404, "response_not_found"),  # names of responses that are kept
+    (400, "previous_response_not_found"),  # names of responses that are kept
     (409, "duplicate_rid"),  # what others are asking at the same time
     (504, "deadline_exceeded"),  # a `timeout` of less than an answer takes
 }

@@ -32,6 +32,7 @@ class Problem(StrEnum):
     WRONG_TASK = "wrong_task"
     NOT_FOUND = "not_found"
     RESPONSE_NOT_FOUND = "response_not_found"
+    PREVIOUS_RESPONSE_NOT_FOUND = "previous_response_not_found"
     HOST_NOT_ALLOWED = "host_not_allowed"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     UNAUTHORIZED = "unauthorized"
@@ -94,7 +95,10 @@ RULES: dict[Code, ErrorRule] = {
         404,
         False,
         "edge or router",
-        "it was not stored, was deleted, made with another key, or had to go (--max-stored-responses): send all items",
+        "it was not stored, was deleted, made with another key, or had to go (--max-stored-responses)",
+    ),
+    Problem.PREVIOUS_RESPONSE_NOT_FOUND: ErrorRule(
+        400, False, "edge or router", "as `response_not_found`: send all items instead of `previous_response_id`"
     ),
     Problem.HOST_NOT_ALLOWED: ErrorRule(
         400, False, "edge", "name a prefill on this machine, or in a network of --disaggregation-allow"

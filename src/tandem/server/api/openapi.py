@@ -55,7 +55,7 @@ BEYOND_SCHEMAS: dict[Code, str] = {
     "or is too large: it is in a language of its own",
     Problem.REFUSED_BY_TEMPLATE: "messages, or variables, that the model's chat template does not take",
     Problem.MODEL_NOT_FOUND: "a `model` that is not among those of `/v1/models`",
-    Problem.RESPONSE_NOT_FOUND: "a `previous_response_id` that is not kept, or not for this API key",
+    Problem.PREVIOUS_RESPONSE_NOT_FOUND: "a `previous_response_id` that is not kept, or not for this API key",
     Problem.HOST_NOT_ALLOWED: "a `bootstrap_host` that is no host, is unknown, or that this server may not connect to",
     Cause.CONTEXT_LENGTH_EXCEEDED: "a prompt that has more tokens than the context of the model",
     Cause.OUT_OF_PAGES: "a prompt that is larger than the KV pool",

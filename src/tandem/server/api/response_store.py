@@ -75,7 +75,7 @@ class PendingResponse:
         if items is not None:
             raise unsupported("kept_items", " from clients: name a response by previous_response_id, or use input")
         if previous is not None:
-            self._before = self._store.find(self._owner, previous, "previous_response_id").turn
+            self._before = self._store.find(self._owner, previous, is_previous=True).turn
         if isinstance(given, str):
             given = items_of(given) if given else []
         if isinstance(given, list) and all(isinstance(item, dict) for item in given):
@@ -137,12 +137,17 @@ class ResponseStore:
             while self.num_bytes > self.max_bytes or sum(map(len, self._kept.values())) > self.max_responses:
                 self._drop_oldest()
 
-    def find(self, owner: str, id: str, param: str | None = None) -> Kept:
-        """Raises `Refusal` for a response that is not there."""
+    def find(self, owner: str, id: str, *, is_previous: bool = False) -> Kept:
+        """Raises `Refusal` for a response that is not there.
+
+        is_previous: a body named it, and is what is wrong, as OpenAI has it; else a path did.
+        """
         with self._lock:
             kept = self._kept.get(owner, {}).get(id)
         if kept is None:
-            raise Refusal(Problem.RESPONSE_NOT_FOUND, f"there is no response {id[:80]!r}", param=param)
+            code = Problem.PREVIOUS_RESPONSE_NOT_FOUND if is_previous else Problem.RESPONSE_NOT_FOUND
+            param = "previous_response_id" if is_previous else None
+            raise Refusal(code, f"there is no response {id[:80]!r}", param=param)
         return kept
 
     def delete(self, owner: str, id: str) -> None:

@@ -128,7 +128,7 @@ OTHERS: tuple[Seldom, ...] = (
     (RESPONSES, {"input": [{"type": "file_search_call"}]}, CANNOT),
     (RESPONSES, {"input": "x", "background": True}, CANNOT),
     (RESPONSES, {"input": "x", "text": {"format": {"type": "poem"}}}, BAD),
-    (RESPONSES, {"input": "x", "previous_response_id": "resp_none"}, Problem.RESPONSE_NOT_FOUND),
+    (RESPONSES, {"input": "x", "previous_response_id": "resp_none"}, Problem.PREVIOUS_RESPONSE_NOT_FOUND),
 )
 OF_VECTORS: tuple[Seldom, ...] = (
     (EMBEDDINGS, {"input": "How many?"}, 200),
