@@ -98,6 +98,10 @@ def test_what_gateways_add_is_accepted() -> None:
         ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": "x", "lora_path": "adapter"}, "lora_path"),
         ({"text": "x", "image_data": ["http://x"]}, "image_data"),
+        ({"text": "x", "return_prompt_token_ids": True}, "return_prompt_token_ids"),
+        ({"text": "x", "return_sampling_mask": True}, "return_sampling_mask"),
+        ({"text": "x", "return_indexer_topk": True}, "return_indexer_topk"),
+        ({"text": "x", "positional_embed_overrides": [{}]}, "positional_embed_overrides"),
         ({"text": "x", "return_hidden_states": True}, "return_hidden_states"),
     ],
 )

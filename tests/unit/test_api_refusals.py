@@ -46,6 +46,12 @@ BAD_CHATS = [
     ({"modalities": ["audio"]}, "modalities"),
     ({"timeout": 0}, "timeout"),
     ({"timeout": -3}, "timeout"),
+    ({"echo": True}, "echo"),
+    ({"add_special_tokens": True}, "add_special_tokens"),
+    ({"logprobs": True, "logprob_token_ids": [5]}, "logprob_token_ids"),
+    ({"watermarking": True}, "watermarking"),
+    ({"return_prompt_text": True}, "return_prompt_text"),
+    ({"return_prompt_token_ids": True}, "return_prompt_token_ids"),
     ({"rid": ["a", "b"]}, "rid"),
     ({"rid": "line\nbreak"}, "rid"),
     ({"rid": "grün"}, "rid"),
@@ -73,6 +79,8 @@ GOOD_CHATS = [
     {"model": None},
     {"unknown": 1, "user": "me", "metadata": {}, "parallel_tool_calls": True},
     {"seed": -5},
+    {"echo": False, "add_special_tokens": False, "watermarking": None, "logprob_token_ids": None},
+    {"return_prompt_token_ids": False, "return_prompt_text": False},
     {"reasoning_effort": "low", "separate_reasoning": True},
     {"bootstrap_host": "8.8.8.8", "bootstrap_room": 0},  # a unified server ignores them
 ]
@@ -89,6 +97,8 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "suffix": "y"}, "suffix"),
     ({"prompt": "x", "best_of": 3}, "best_of"),
     ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": "x", "logprob_token_ids": [5]}, "logprob_token_ids"),
+    ({"prompt": "x", "prompt_embeds": "AAAA"}, "prompt_embeds"),
 ]
 
 

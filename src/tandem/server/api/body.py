@@ -147,6 +147,8 @@ class OpenAIBody(SamplingFields, kw_only=True):
     response_format: dict[str, Any] | None = None
     best_of: Samples | None = None
     prompt_logprobs: TopLogprobs | None = None
+    logprob_token_ids: Raw = NOTHING
+    return_prompt_token_ids: Raw = NOTHING
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: GrammarText | None = None
@@ -179,6 +181,9 @@ class ChatBody(OpenAIBody, kw_only=True):
     chat_template: Raw = NOTHING
     documents: Raw = NOTHING
     input_ids: Raw = NOTHING
+    echo: Raw = NOTHING
+    add_special_tokens: Raw = NOTHING
+    return_prompt_text: Raw = NOTHING
 
 
 class CompletionBody(OpenAIBody, kw_only=True):
@@ -216,6 +221,10 @@ class NativeBody(Foreign, kw_only=True):
     background: Raw = NOTHING
     return_bytes: Raw = NOTHING
     return_entropy: Raw = NOTHING
+    return_sampling_mask: Raw = NOTHING
+    return_indexer_topk: Raw = NOTHING
+    return_prompt_token_ids: Raw = NOTHING
+    positional_embed_overrides: Raw = NOTHING
 
 
 class VectorBody(Struct, kw_only=True):

@@ -93,6 +93,7 @@ class Foreign(Struct, kw_only=True):
     beam_width: Raw = NOTHING
     use_beam_search: Raw = NOTHING
     vllm_xargs: Raw = NOTHING
+    watermarking: Raw = NOTHING
     # its form
     suffix: Raw = NOTHING
     grammar: Raw = NOTHING
@@ -160,6 +161,7 @@ SYNONYMS: tuple[tuple[str, ...], ...] = (
     ("guided_regex", "regex"),
     ("chat_template_kwargs", "thinking", "enable_thinking", "think"),
     ("tools", "functions"),
+    ("return_token_ids", "return_prompt_token_ids"),
 )
 
 
