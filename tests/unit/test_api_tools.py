@@ -154,6 +154,7 @@ def test_logprobs_of_a_stream_are_complete() -> None:
     tokens = [entry["token"] for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
     assert "".join(tokens) == f"I.\n{CALL}</s>"
     assert [id for choice in choices for id in choice.get("token_ids", [])] == [*ids(f"I.\n{CALL}"), END]
+    assert [bool(choice["delta"]) for choice in choices] == [True] * (len(choices) - 1) + [False]
 
 
 @pytest.mark.parametrize("get", [asked, streamed])

@@ -355,7 +355,7 @@ class ChatReply:
         """An event for each; what is said of the tokens goes with the first, or with one that says nothing else."""
         deltas = [encode(self._delta_of(sample, piece)) for piece in pieces]
         if not deltas and not is_last and (sample.scores or self._shape.returns_ids):
-            deltas = [b"{}"]
+            deltas = [b'{"content":""}']
         events = []
         for delta in deltas:
             events.append(self._delta(sample, delta, start))
