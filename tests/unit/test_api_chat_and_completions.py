@@ -100,7 +100,7 @@ def test_a_chat_stream_has_role_text_reason_usage_and_done() -> None:
         response = http.post("/v1/chat/completions", json=body)
     assert response.text.endswith("data: [DONE]\n\n")
     events = sse(response.text)
-    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "reasoning_content": None}
     assert chat_text(events) == "Grüße 😀"
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
     assert (events[-1]["choices"], events[-1]["usage"]["completion_tokens"]) == ([], len(ids("Grüße 😀")) + 1)

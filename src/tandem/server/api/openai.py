@@ -34,6 +34,7 @@ from tandem.server.api.validation import (
 )
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+NO_THOUGHT = b'"reasoning_content":null'  # of a delta, as SGLang and DeepSeek have it: their clients ask every one
 
 encode = msgspec.json.Encoder().encode
 
@@ -301,7 +302,9 @@ class ChatReply:
         self._openings = [b'{"index":%d,"delta":' % index for index in range(shape.n)]
 
     def begin(self, sample: Sample) -> bytes:
-        choice = self._openings[sample.ask.index] + b'{"role":"assistant","content":""},"logprobs":null'
+        choice = (
+            self._openings[sample.ask.index] + b'{"role":"assistant","content":"",' + NO_THOUGHT + b'},"logprobs":null'
+        )
         choice += b',"finish_reason":null}'
         ids = b',"prompt_token_ids":' + encode(sample.ask.prompt.tokens) if self._shape.returns_ids else b""
         return self._chunk.event(choice, sample, shows_output=False, more=ids)
@@ -310,14 +313,15 @@ class ChatReply:
         if self._form is None:
             if not text and not sample.scores and not self._shape.returns_ids:
                 return b""
-            return self._delta(sample, b'{"content":' + encode(text) + b"}", start)
+            return self._delta(sample, b'{"content":' + encode(text) + b"," + NO_THOUGHT + b"}", start)
         return self._pieces(sample, self._splitter(sample).feed(text), start)
 
     def end(self, sample: Sample, text: str, start: int) -> bytes:
         last = self.delta(sample, text, start) if len(sample.tokens) > start or text else b""
         if self._form is not None:
             last += self._pieces(sample, self._splitter(sample).finish(), len(sample.tokens), is_last=True)
-        choice = self._openings[sample.ask.index] + b'{},"logprobs":null,"finish_reason":"%s",%s}' % (
+        choice = self._openings[sample.ask.index] + b'{%s},"logprobs":null,"finish_reason":"%s",%s}' % (
+            NO_THOUGHT,
             self._finish_reason(sample).encode(),
             encode(what_ended(sample))[1:-1],
         )
@@ -355,7 +359,7 @@ class ChatReply:
         """An event for each; what is said of the tokens goes with the first, or with one that says nothing else."""
         deltas = [encode(self._delta_of(sample, piece)) for piece in pieces]
         if not deltas and not is_last and (sample.scores or self._shape.returns_ids):
-            deltas = [b'{"content":""}']
+            deltas = [b'{"content":"",' + NO_THOUGHT + b"}"]
         events = []
         for delta in deltas:
             events.append(self._delta(sample, delta, start))
@@ -365,15 +369,17 @@ class ChatReply:
     def _delta_of(self, sample: Sample, piece: Piece) -> dict[str, object]:
         match piece:
             case Text(text):
-                return {"content": text}
+                return {"content": text, "reasoning_content": None}
             case Reasoning(text):
                 return {"reasoning_content": text}
             case CallStart(index, name):
                 id = self._splitter(sample).id_of(index)
                 function = {"name": name, "arguments": ""}
-                return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+                call = {"index": index, "id": id, "type": "function", "function": function}
+                return {"tool_calls": [call], "reasoning_content": None}
             case CallArguments(index, text):
-                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+                call = {"index": index, "function": {"arguments": text}}
+                return {"tool_calls": [call], "reasoning_content": None}
 
     def _delta(self, sample: Sample, delta: bytes, start: int) -> bytes:
         choice = self._openings[sample.ask.index] + delta
