@@ -343,6 +343,16 @@ def test_of_what_ended_an_answer_the_clients_own_stops_are_named(path: str, stre
     assert told == [("stop", None), ("stop", "b"), ("stop", ids("b")[0])]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_every_event_of_a_completion_has_the_lists_that_were_asked_for(echo: bool) -> None:
+    """The opening, too, which shows the prompt alone: clients add up what is in each one."""
+    body = {"prompt": "x", "echo": echo, "logprobs": 1, "return_token_ids": True, "stream": True}
+    with world(says("ab")).http() as http:
+        choices = [event["choices"][0] for event in sse(http.post("/v1/completions", json=body).text)]
+    assert [id for choice in choices for id in choice["token_ids"]] == [*ids("ab"), END]
+    assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == ["x"] * echo + ["a", "b", "</s>"]
+
+
 def test_the_path_is_in_the_head_of_streams_and_answers() -> None:
     with world(says("a", path=Path.REMOTE)).http() as http:
         for stream in (False, True):

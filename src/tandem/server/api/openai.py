@@ -475,8 +475,10 @@ class CompletionReply:
         choice = self._openings[sample.ask.index] + encode(self._prompt_text(sample))
         if self._shape.returns_ids:
             choice += b',"prompt_token_ids":' + encode(sample.ask.prompt.tokens)
-        logprobs = encode(self._of_prompt(sample)) if self._echo and sample.ask.sampling.logprobs else b"null"
-        choice += b',"logprobs":' + logprobs + b',"finish_reason":null}'
+        logprobs = b"null"
+        if sample.ask.sampling.logprobs:
+            logprobs = encode(self._of_prompt(sample) if self._echo else self._listed(sample, (), ()))
+        choice += b',"logprobs":' + logprobs + self._writer.ids(sample, len(sample.tokens)) + b',"finish_reason":null}'
         return self._writer.event(choice, sample, shows_output=False)
 
     def delta(self, sample: Sample, text: str, start: int) -> bytes:
