@@ -68,6 +68,7 @@ def test_sglangs_extra_key_parts_prompts_as_a_salt_does() -> None:
     assert one.page_hashes == again.page_hashes
     assert empty.page_hashes == plain.page_hashes
     assert len({request.page_hashes[0] for request in (plain, one, salted)}) == 3
+    assert tenant_of("key", "ab", "c") != tenant_of("key", "a", "bc")
 
 
 def test_without_a_salt_and_with_an_empty_one_it_is_the_same_tenant() -> None:
