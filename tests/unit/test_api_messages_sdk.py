@@ -284,6 +284,7 @@ def test_the_form_of_an_answer() -> None:
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
         ({"context_management": {"edits": {"x": 1}}}, "context_management"),
+        ({"context_management": {"edits": ""}}, "context_management"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1"}]}]}, "messages"),

@@ -150,10 +150,10 @@ def turns(message: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
 
 def refuse_edits(management: dict[str, Any] | None) -> None:
     """All but the one that keeps what there is: nothing of a conversation is left out here."""
-    edits = (management or {}).get("edits") or []
-    if not isinstance(edits, list):
+    edits = (management or {}).get("edits")
+    if not isinstance(edits, list | None):
         raise invalid("context_management", "edits must be a list")
-    for edit in edits:
+    for edit in edits or ():
         if edit not in ({"type": KEPT_THOUGHTS, "keep": "all"}, {"type": KEPT_THOUGHTS, "keep": {"type": "all"}}):
             raise unsupported("context_management", " with an edit other than to keep all thoughts")
 

@@ -168,7 +168,7 @@ MESSAGES: Schema = {
     "context_management": {
         "properties": {
             "edits": {
-                "type": "array",
+                "type": ["array", "null"],
                 "items": {
                     "type": "object",
                     "required": ["type", "keep"],
