@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -16,13 +17,15 @@ from tandem.simulator.report import SeedResult
 from tandem.simulator.whole import world
 from tandem.simulator.whole.clients import SAMPLING, Answers, ClientRequest, draw_sampling
 from tandem.simulator.whole.cuts import CONTEXTS, SIDES
+from tandem.simulator.whole.forms import FORMS, FormedAsk
 from tandem.simulator.whole.options import TORCH, Options, draw_options
-from tandem.simulator.whole.torch_engine import alone, with_torch
-from tandem.simulator.whole.world import run_seed
+from tandem.simulator.whole.torch_engine import TimedEngine, alone, with_torch
+from tandem.simulator.whole.world import World, run_seed
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=True)
 PAIR, SINGLE = 455, 62  # in calm: several requests at a time on decode; a unified server
 QUANTISED = (20_026, 20_010)  # weights of 8 bits; KV of 8 bits
+FORMED = 11_093  # a pair, nearly all of whose answers have a form, on all pages
 SAMPLED = 10_004  # off the record: clients say how tokens are to be chosen
 SEEDS = (
     8,  # two prefills and two decodes; bytes are spoiled, batches fail
@@ -43,6 +46,21 @@ def test_a_pair_says_what_one_engine_says_and_the_same_seed_gives_the_same_bytes
     assert result.occurred["Path remote"] > 0
     assert result.occurred["PagesLanded"] > 0
     assert run_seed(PAIR, engine=TORCH).log_hash == result.log_hash
+
+
+def test_answers_in_a_form_are_those_of_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = World(with_torch(draw_options(FORMED)))
+    result = world.run()
+    assert not result.invariant, f"{result.line}: {result.detail}"
+    formed = [one for one in world.answers if isinstance(one.ask, FormedAsk) and one.is_whole and one.error is None]
+    assert {one.ask.path for one in formed} == set(FORMS)
+    assert any(right.calls for one in formed for right in one.rights)
+
+
+def test_a_worker_that_follows_no_grammar_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TimedEngine, "_matcher_of", lambda engine, payload: None)
+    assert run_seed(FORMED, engine=TORCH).invariant == "S14"
 
 
 @pytest.mark.slow
@@ -109,20 +127,25 @@ def test_other_processes_have_given_the_same_bytes(results: dict[int, SeedResult
 
 
 def test_what_the_bundled_model_is_not_is_left_out_and_the_rest_of_a_seed_stays() -> None:
-    may_differ = {"engine", "flags", "roles", "block_tokens", "window_tokens", "vectors", "formed", "tcp_capacity"}
+    may_differ = {"engine", "flags", "roles", "block_tokens", "window_tokens", "vectors", "tcp_capacity"}
     cuts = set()
     for seed in range(10_000, 10_400):
         drawn = draw_options(seed)
         given = with_torch(drawn)
         differ = {one.name for one in fields(Options) if getattr(drawn, one.name) != getattr(given, one.name)}
         assert differ <= may_differ | {"narrows"}
-        assert (given.block_tokens, given.window_tokens, given.vectors, given.formed) == (1, 0, "", 0.0)
+        assert (given.block_tokens, given.window_tokens, given.vectors) == (1, 0, "")
         for flags in given.roles.values() if given.layout == "pairs" else ({},):
             config = ServerConfig(model="tandem/mini", **{**given.flags, **flags})
             assert (config.deterministic, config.cpu_threads) == (config.kv_cache_dtype == "auto", 1)
             assert (config.enable_dp_attention, config.is_embedding) == (False, False)
             cuts.add((config.tp_size, config.pp_size, config.attn_cp_size))
     assert cuts >= {cut.sizes for cut in (*SIDES, *CONTEXTS)}, "replicas of several workers stay"
+
+
+def test_nobody_of_the_seeds_on_record_asks_for_a_form() -> None:
+    assert any(draw_options(seed).formed for seed in range(100))
+    assert not any(with_torch(draw_options(seed)).formed for seed in range(100))
 
 
 def test_the_command_says_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) -> None:

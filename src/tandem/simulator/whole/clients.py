@@ -20,7 +20,7 @@ from tandem.sampling import SamplingParams
 from tandem.server.api.detokenizer import num_shared
 from tandem.server.api.validation import hashed
 from tandem.server.router.app import CONTROL_SECONDS
-from tandem.simulator.whole.engine import EOS_TOKEN, LOGPROB, right_tokens
+from tandem.simulator.whole.engine import EOS_TOKEN, LOGPROB, prompt_logprob, right_tokens
 from tandem.simulator.whole.sockets import Machine
 from tandem.simulator.whole.templates import tokenizer
 
@@ -45,11 +45,26 @@ class Answers(Protocol):
 
     def __call__(self, prompt: Sequence[int], count: int, params: SamplingParams) -> list[tuple[int, float]]: ...
 
+    def of_prompt(self, prompt: Sequence[int]) -> list[float]:
+        """The log-probability of each of its tokens behind the first."""
+        ...
 
-def plain_answer(prompt: Sequence[int], count: int, params: SamplingParams) -> list[tuple[int, float]]:
-    """Of an engine that knows one answer to each prompt."""
-    tokens = right_tokens(prompt, count, vocab_size=VOCABULARY, ignore_eos=params.ignore_eos)
-    return [(token, LOGPROB) for token in tokens]
+
+class PlainAnswers:
+    """Of an engine that knows one answer to each prompt, and to each grammar."""
+
+    def __call__(self, prompt: Sequence[int], count: int, params: SamplingParams) -> list[tuple[int, float]]:
+        matcher = None
+        if params.grammar:
+            matcher = tokenizer().open_vocabulary().matcher(params.grammar, eos_ids=(EOS_TOKEN,))
+        ends = {"ignore_eos": params.ignore_eos, "matcher": matcher}
+        return [(token, LOGPROB) for token in right_tokens(prompt, count, vocab_size=VOCABULARY, **ends)]
+
+    def of_prompt(self, prompt: Sequence[int]) -> list[float]:
+        return [prompt_logprob(token, position) for position, token in enumerate(prompt[1:], start=1)]
+
+
+PLAIN_ANSWERS = PlainAnswers()
 
 
 class Conduct(StrEnum):
@@ -79,7 +94,7 @@ class ClientRequest:
     routed: dict[str, Any] = field(default_factory=dict[str, Any])  # what a router has put into the body
     rendered_at: int = 0  # Unix seconds that the chat template shows; 0: it shows none
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # `draw_sampling`; nothing: greedy
-    answers: Answers = plain_answer  # of the engines that are asked
+    answers: Answers = PLAIN_ANSWERS  # of the engines that are asked
 
     @property
     def rid(self) -> str:
@@ -135,13 +150,15 @@ class ClientRequest:
         return tokenizer().encode(self.text) if self.text else self.prompt
 
     def right_text(self, sample: int = 0) -> str:
-        """What decoding prompt and answer has more than decoding the prompt: a character may begin in one and end in
-        the other."""
-        tokens, prompt = self.right_ids(sample), self._prompt_ids()
-        if tokens and tokens[-1] == EOS_TOKEN:
-            tokens.pop()
-        before, whole = tokenizer().decode(prompt), tokenizer().decode([*prompt, *tokens])
-        return whole[num_shared(before, whole) :]
+        return text_behind(self._prompt_ids(), self.right_ids(sample))
+
+
+def text_behind(prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """What decoding prompt and answer has more than decoding the prompt: a character may begin in one and end in the
+    other."""
+    said = tokens[:-1] if tokens and tokens[-1] == EOS_TOKEN else tokens
+    before, whole = tokenizer().decode(prompt), tokenizer().decode([*prompt, *said])
+    return whole[num_shared(before, whole) :]
 
 
 @dataclass(slots=True)
@@ -159,7 +176,7 @@ class Answer:
     is_whole: bool = False  # ended as HTTP has it
     trouble: str = ""  # of the connection
     last_s: float = 0.0
-    right: Any = None  # what has to be said, where the form of the answer is asked for (`forms.py`)
+    rights: Any = None  # what has to be said in each sample, where the form of the answer is asked for (`forms.py`)
     has_given_up: bool = False  # after LONGEST_WAIT_S
 
     def events(self) -> list[Any]:

@@ -1,18 +1,22 @@
 """Requests whose answers have a form: schemas, grammars, calls of tools, thoughts, Anthropic's blocks, responses,
 and completions that tell of their prompts.
 
-What has to come is known: the grammar picks among the engine's tokens (`engine.py`), and the text that these spell is
-taken apart in one piece. What a cluster says has to be the same, whatever pieces it came in and through whichever half.
+What has to come is known: one engine alone follows the grammar (`clients.Answers`), and the text that its tokens spell
+is taken apart in one piece. What a cluster says has to be the same, whatever pieces it came in and through whichever
+half.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from random import Random
 from typing import Any, ClassVar  # JSON documents
 
 import msgspec
+from msgspec import structs
 
 from tandem.config import ServerConfig
+from tandem.sampling import SamplingParams
 from tandem.server.api.body import ChatBody, CompletionBody, NativeSampling
 from tandem.server.api.chat_form import NONE, ChatForm, arguments_of
 from tandem.server.api.messages import MessagesBody, chat_of
@@ -23,9 +27,8 @@ from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 from tandem.simulator.oracle import Violation
-from tandem.simulator.whole.clients import VOCABULARY, Answer, ClientRequest
+from tandem.simulator.whole.clients import Answer, ClientRequest, text_behind
 from tandem.simulator.whole.cluster import MODEL
-from tandem.simulator.whole.engine import EOS_TOKEN, prompt_logprob, right_tokens
 from tandem.simulator.whole.templates import tokenizer
 
 CHAT, COMPLETIONS, GENERATE, MESSAGES = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages"
@@ -99,6 +102,7 @@ class Said:
     thought: str = ""
     calls: tuple[tuple[str, Any], ...] = ()
     scores: tuple[float | None, ...] = ()  # log-probabilities of the prompt, where its text comes back with them
+    is_bound: bool = field(default=True, compare=False)  # by a grammar; else a model may call what nobody offers
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,11 @@ class FormedAsk(ClientRequest):
             "num_samples": 1,
         }
         return cls(**same, form=random.randrange(len(FORMS[path])))
+
+    def params(self, sample: int) -> SamplingParams:
+        """These two pages are asked greedily."""
+        asked = self if self.path not in (MESSAGES, RESPONSES) else replace(self, sampling={})
+        return ClientRequest.params(asked, sample)
 
     def body(self) -> dict[str, Any]:
         more = FORMS[self.path][self.form]
@@ -150,18 +159,22 @@ class Forms:
         """Whether its answer is more, or other, than the text that the engine says."""
         return isinstance(ask, FormedAsk) or (ask.path == CHAT and self._form.reasoning != NONE)
 
-    async def right(self, ask: ClientRequest) -> Said:
-        """What has to be said."""
+    async def rights(self, ask: ClientRequest) -> tuple[Said, ...]:
+        """What has to be said in each sample."""
+        return tuple([await self._right(ask, sample) for sample in range(ask.num_samples)])
+
+    async def _right(self, ask: ClientRequest, sample: int) -> Said:
         document = ask.body()
         match ask.path:
             case "/generate":
                 sampling = msgspec.convert(document["sampling_params"], NativeSampling)
-                return Said(self._spelled(ask, ask.text, await read_grammar(sampling, self._tokenizer, size=SMALL)))
+                grammar = await read_grammar(sampling, self._tokenizer, size=SMALL)
+                return Said(self._spelled(ask, sample, ask.text, grammar))
             case "/v1/completions":
                 if document.get("echo"):
-                    return self._echoed(ask, is_all=document["max_tokens"] == 0)
+                    return self._echoed(ask, sample, is_all=document["max_tokens"] == 0)
                 grammar = await read_grammar(msgspec.convert(document, CompletionBody), self._tokenizer, size=SMALL)
-                return Said(self._spelled(ask, ask.text, grammar))
+                return Said(self._spelled(ask, sample, ask.text, grammar))
             case "/v1/messages":
                 body = chat_of(msgspec.convert(document, MessagesBody))
             case "/v1/responses":
@@ -172,32 +185,28 @@ class Forms:
         prompt = chat_text(body, self._tokenizer, 0, form.offered).text
         grammar = await form.read_grammar(body, self._tokenizer, prompt, SMALL)
         splitter = form.splitter(prompt, "")
-        text = self._spelled(ask, prompt, grammar, is_chat=True)
-        return put_together([*splitter.feed(text), *splitter.finish()])
+        text = self._spelled(ask, sample, prompt, grammar, is_chat=True)
+        return replace(put_together([*splitter.feed(text), *splitter.finish()]), is_bound=bool(grammar))
 
-    def _echoed(self, ask: ClientRequest, *, is_all: bool) -> Said:
-        _, *rest = self._tokenizer.encode(ask.text)
-        scores = [prompt_logprob(token, position) for position, token in enumerate(rest, start=1)]
-        return Said(ask.text + ("" if is_all else self._spelled(ask, ask.text, "")), scores=(None, *scores))
+    def _echoed(self, ask: ClientRequest, sample: int, *, is_all: bool) -> Said:
+        scores = ask.answers.of_prompt(self._tokenizer.encode(ask.text))
+        return Said(ask.text + ("" if is_all else self._spelled(ask, sample, ask.text, "")), scores=(None, *scores))
 
-    def _spelled(self, ask: ClientRequest, prompt: str, grammar: str, *, is_chat: bool = False) -> str:
+    def _spelled(self, ask: ClientRequest, sample: int, prompt: str, grammar: str, *, is_chat: bool = False) -> str:
         ids = self._tokenizer.encode(prompt, add_special_tokens=not is_chat)
-        matcher = None
-        if grammar:
-            matcher = self._tokenizer.open_vocabulary().matcher(grammar, eos_ids=(EOS_TOKEN,))
-        tokens = right_tokens(ids, ask.max_new, vocab_size=VOCABULARY, ignore_eos=ask.ignore_eos, matcher=matcher)
-        return self._tokenizer.decode(tokens[:-1] if tokens[-1:] == [EOS_TOKEN] else tokens)
+        scored = ask.answers(ids, ask.max_new, structs.replace(ask.params(sample), grammar=grammar))
+        return text_behind(ids, [token for token, _ in scored])
 
 
-def check_form(answer: Answer, right: Said) -> None:
+def check_form(answer: Answer, rights: Sequence[Said]) -> None:
     """Raises Violation."""
     ask = answer.ask
     dialects = {CHAT: said_in_chat, MESSAGES: said_in_blocks, RESPONSES: said_in_items}
     said = dialects.get(ask.path, said_in_text)(answer)
     what = f"{ask.path} {ask.rid} {ask.body()}"
-    if said != [right] * ask.num_samples:
-        raise Violation("S14", f"{what}: {said!r}, not {right!r}")
-    for name, arguments in right.calls:
+    if said != [*rights]:
+        raise Violation("S14", f"{what}: {said!r}, not {[*rights]!r}")
+    for name, arguments in chain.from_iterable(right.calls for right in rights if right.is_bound):
         if isinstance(arguments, dict) and not is_in_order(name, arguments):
             raise Violation("S14", f"{what}: a call of {name} with {arguments}, against its schema")
 

@@ -38,6 +38,7 @@ from tandem.simulator.whole import collectives
 from tandem.simulator.whole.cluster import MODEL, PlainModel
 from tandem.simulator.whole.network import TCP_CAPACITY
 from tandem.simulator.whole.options import TORCH, Options
+from tandem.simulator.whole.templates import tokenizer
 from tandem.simulator.whole.virtual_process import Replacement
 
 # What a seed may have drawn, and flags for it: see `with_torch`.
@@ -47,7 +48,7 @@ FORMS = ("tool_call_parser", "reasoning_parser")
 VECTORS = ("is_embedding",)
 WIDER = 512  # a token has 4 KiB of KV, and one of `engine.py` 8 bytes for each cell
 QUANTISED_ONE_IN = 4
-MOST_TOKENS = 512  # of a prompt and its answer
+MOST_TOKENS = 1024  # of a prompt and its answer
 ONLY = RequestId(1)
 
 
@@ -56,7 +57,6 @@ def with_torch(options: Options) -> Options:
 
     ranks     none step together, which --deterministic excludes; a replica may have several workers
     model     a row samples one token at a time, no layer has a window, nothing makes vectors
-    forms     nobody asks for an answer in some form: the right ones are known of the other engine
     bytes     connections and frames are wider by as much as pages are larger; those of HTTP are as wide as usual
     delays    what workers say is not late where replicas have several: a batch has dozens of sums that wait for it, and
               one of the other engine a single one
@@ -64,8 +64,9 @@ def with_torch(options: Options) -> Options:
     Some seeds have weights of 8 or 4 bits, which the other engine knows nothing of, or KV of 8: --deterministic is not
     measured with that, so where rows have their bits anyway, which is by native kernels in replicas of one worker.
     """
+    is_older = options.seed < FIRST_OFF_RECORD  # of these, nobody asked for a form
     together = TOGETHER if "enable_dp_attention" in options.flags else ()
-    left_out = {*together, *FORMS, *VECTORS}
+    left_out = {*together, *(FORMS if is_older else ()), *VECTORS}
     flags = {**_without(options.flags, left_out), "deterministic": True, "cpu_threads": 1}
     roles = {role: _without(flags, left_out) for role, flags in options.roles.items()}
     has_groups = any(of.get(size, 1) > 1 for of in (flags, *roles.values()) for size in SIZES)
@@ -79,7 +80,7 @@ def with_torch(options: Options) -> Options:
         block_tokens=1,
         window_tokens=0,
         vectors="",
-        formed=0.0,
+        formed=0.0 if is_older else options.formed,
         tcp_capacity=TCP_CAPACITY,
         narrows=replace(
             narrows,
@@ -174,7 +175,13 @@ class Alone:
             kv_is_int8=kv_is_int8,
             packing_share=weights.PACKING_SHARE if kv_is_int8 else 0.0,  # as of a worker
         )
-        self._engine = Engine(model, page_size=page_size, num_pages=num_pages, deterministic=not kv_is_int8)
+        self._engine = Engine(
+            model,
+            page_size=page_size,
+            num_pages=num_pages,
+            deterministic=not kv_is_int8,
+            vocabulary=tokenizer().open_vocabulary(),
+        )
         self._pages = tuple(map(PageId, range(num_pages)))
         self._known: dict[tuple[tuple[int, ...], int, bytes], list[tuple[int, float]]] = {}
 
@@ -184,21 +191,30 @@ class Alone:
             self._known[key] = self._say(prompt, count, params)
         return self._known[key]
 
-    def _say(self, prompt: Sequence[int], count: int, params: SamplingParams) -> list[tuple[int, float]]:
-        engine, found = self._engine, list[tuple[int, float]]()
-        engine.kv.tensor.zero_()
-        engine.add(Payload(ONLY, array("i", prompt).tobytes(), params, bytes(16)))
+    def of_prompt(self, prompt: Sequence[int]) -> list[float]:
+        outcome = self._begin(prompt, SamplingParams(prompt_logprobs_from=0))
+        self._engine.forget([ONLY])
+        ((_, extra),) = outcome.prompt_extras
+        return [score.logprob for score in msgspec.msgpack.decode(extra, type=list[TokenScore])]
+
+    def _begin(self, prompt: Sequence[int], params: SamplingParams) -> BatchOutcome:
+        """The prompt, and the first token."""
+        self._engine.kv.tensor.zero_()
+        self._engine.add(Payload(ONLY, array("i", prompt).tobytes(), params, bytes(16)))
         row = Row(ONLY, 0, len(prompt), 0, self._pages, samples=True)
-        plan = BatchPlan(BatchId(1), 1, BatchKind.PREFILL, rows=(row,))
+        return self._engine.run(BatchPlan(BatchId(1), 1, BatchKind.PREFILL, rows=(row,)))
+
+    def _say(self, prompt: Sequence[int], count: int, params: SamplingParams) -> list[tuple[int, float]]:
+        outcome, found = self._begin(prompt, params), list[tuple[int, float]]()
         while True:
-            outcome = engine.run(plan)
             found.append(scored(outcome))
             if len(found) == count or outcome.flags[0]:
-                engine.forget([ONLY])
+                self._engine.forget([ONLY])
                 return found
             number = len(found) + 1
             join = (Join(ONLY, len(self._pages), ()),) if number == 2 else ()
             plan = BatchPlan(BatchId(number), number, BatchKind.DECODE, decodes=True, join=join)
+            outcome = self._engine.run(plan)
 
 
 def scored(outcome: BatchOutcome) -> tuple[int, float]:

@@ -68,8 +68,8 @@ def _check_tokens(answer: Answer, what: str) -> None:
     if isinstance(answer.ask, VectorAsk):
         check_vectors(answer, answer.ask, what)
         return
-    if answer.right is not None:
-        check_form(answer, answer.right)
+    if answer.rights is not None:
+        check_form(answer, answer.rights)
         return
     found, ask = said_in(answer), answer.ask
     said_of = ask.right_ids if ask.path == "/generate" else ask.right_text
@@ -88,7 +88,7 @@ def _check_scores(said: dict[str, Any], right: list[tuple[int, float]], what: st
 
 def _check_flow(answer: Answer, what: str, base_s: float, block_tokens: int) -> None:
     """What is made token by token, or block by block, comes so: each takes a batch, however long one has to wait."""
-    if answer.error is not None or not answer.ask.is_streamed or answer.first_s is None or answer.right is not None:
+    if answer.error is not None or not answer.ask.is_streamed or answer.first_s is None or answer.rights is not None:
         return  # how many tokens an answer in a form has is the model's to say
     made_s = (len(answer.ask.right_ids()) // block_tokens - 1) * base_s
     flowed_s = (answer.ended_s or 0.0) - answer.first_s - answer.longest_gap_s

@@ -39,6 +39,7 @@ from tandem.simulator.report import SeedResult
 from tandem.simulator.whole import cluster as servers
 from tandem.simulator.whole.clients import (
     CHAT,
+    PLAIN_ANSWERS,
     Answer,
     Answers,
     ClientRequest,
@@ -46,7 +47,6 @@ from tandem.simulator.whole.clients import (
     ask_at,
     draw_ask,
     draw_sampling,
-    plain_answer,
     simple,
 )
 from tandem.simulator.whole.cluster import PlainModel, Server
@@ -122,7 +122,7 @@ class World:
         self.network.names = {name_of(server.host): [server.host] for server in self.cluster.servers}
         self.forms = Forms(options.flags)
         self.is_plain = options.engine == PLAIN
-        self.right: Answers = plain_answer if self.is_plain else alone(options.flags)
+        self.right: Answers = PLAIN_ANSWERS if self.is_plain else alone(options.flags)
         self.answers: list[Answer] = []
         self.visitors: list[Process] = []
         self.codes: list[str] = []  # that visitors were told, as `code NAME`
@@ -343,7 +343,7 @@ class World:
             ask = replace(ask, path="/v1/completions")
         answer = await ask_at(*self._front, ask, random, self.keys)
         if self.forms.matters_for(ask):
-            answer.right = await self.forms.right(ask)
+            answer.rights = await self.forms.rights(ask)
         return answer
 
     def _send_visitor(self) -> None:
