@@ -19,6 +19,7 @@ from tandem.simulator.whole.clients import SAMPLING, Answers, ClientRequest, dra
 from tandem.simulator.whole.cuts import CONTEXTS, SIDES
 from tandem.simulator.whole.forms import FORMS, FormedAsk
 from tandem.simulator.whole.options import TORCH, Options, draw_options
+from tandem.simulator.whole.random_models import GRANITE, SDAR
 from tandem.simulator.whole.torch_engine import TimedEngine, alone, with_torch
 from tandem.simulator.whole.world import World, run_seed
 
@@ -82,7 +83,7 @@ def test_clients_sample_and_whoever_draws_otherwise_is_noticed(monkeypatch: pyte
 def test_what_is_of_few_bits_is_as_with_one_engine_that_has_it_too(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_seed(seed, engine=TORCH)
     assert not result.invariant, f"{result.line}: {result.detail}"
-    monkeypatch.setattr(world, "alone", lambda flags: alone({"page_size": flags["page_size"]}))
+    monkeypatch.setattr(world, "alone", lambda flags, folder: alone({"page_size": flags["page_size"]}, folder))
     assert run_seed(seed, engine=TORCH).invariant == "S14"
 
 
@@ -126,26 +127,32 @@ def test_other_processes_have_given_the_same_bytes(results: dict[int, SeedResult
     assert found == {seed: results[seed].log_hash for seed in found}
 
 
-def test_what_the_bundled_model_is_not_is_left_out_and_the_rest_of_a_seed_stays() -> None:
-    may_differ = {"engine", "flags", "roles", "block_tokens", "window_tokens", "vectors", "tcp_capacity"}
+def test_what_the_other_engine_has_not_is_drawn_apart_and_the_rest_of_a_seed_stays() -> None:
+    may_differ = {"engine", "model", "flags", "roles", "tcp_capacity", "narrows"}
     cuts = set()
     for seed in range(10_000, 10_400):
         drawn = draw_options(seed)
         given = with_torch(drawn)
         differ = {one.name for one in fields(Options) if getattr(drawn, one.name) != getattr(given, one.name)}
-        assert differ <= may_differ | {"narrows"}
-        assert (given.block_tokens, given.window_tokens, given.vectors) == (1, 0, "")
+        assert differ <= may_differ
         for flags in given.roles.values() if given.layout == "pairs" else ({},):
             config = ServerConfig(model="tandem/mini", **{**given.flags, **flags})
-            assert (config.deterministic, config.cpu_threads) == (config.kv_cache_dtype == "auto", 1)
-            assert (config.enable_dp_attention, config.is_embedding) == (False, False)
+            assert config.cpu_threads == 1
+            is_refused = config.enable_dp_attention or config.is_embedding or config.kv_cache_dtype != "auto"
+            assert config.deterministic == (not is_refused and given.model not in (GRANITE, SDAR))
             cuts.add((config.tp_size, config.pp_size, config.attn_cp_size))
     assert cuts >= {cut.sizes for cut in (*SIDES, *CONTEXTS)}, "replicas of several workers stay"
 
 
-def test_nobody_of_the_seeds_on_record_asks_for_a_form() -> None:
-    assert any(draw_options(seed).formed for seed in range(100))
-    assert not any(with_torch(draw_options(seed)).formed for seed in range(100))
+def test_the_seeds_on_record_have_the_bundled_model_and_nobody_asks_for_a_form() -> None:
+    drawn = [draw_options(seed) for seed in range(100)]
+    assert any(one.formed for one in drawn)
+    assert any(one.block_tokens > 1 for one in drawn)
+    assert any(one.vectors for one in drawn)
+    for one in map(with_torch, drawn):
+        assert (one.model, one.block_tokens, one.window_tokens, one.vectors, one.formed) == ("", 1, 0, "", 0.0)
+        assert one.flags["deterministic"]
+        assert not {"enable_dp_attention", "is_embedding", "tool_call_parser"} & {*one.flags}
 
 
 def test_the_command_says_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) -> None:

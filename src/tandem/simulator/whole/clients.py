@@ -7,7 +7,7 @@ request aborted; nothing is asked of its answer but that right tokens are right 
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 from typing import Any, Protocol  # Any: JSON documents
@@ -20,7 +20,8 @@ from tandem.sampling import SamplingParams
 from tandem.server.api.detokenizer import num_shared
 from tandem.server.api.validation import hashed
 from tandem.server.router.app import CONTROL_SECONDS
-from tandem.simulator.whole.engine import EOS_TOKEN, LOGPROB, prompt_logprob, right_tokens
+from tandem.simulator.model import MASK, kv_content
+from tandem.simulator.whole.engine import EOS_TOKEN, LOGPROB, prompt_logprob, right_tokens, vector_of
 from tandem.simulator.whole.sockets import Machine
 from tandem.simulator.whole.templates import tokenizer
 
@@ -49,6 +50,8 @@ class Answers(Protocol):
         """The log-probability of each of its tokens behind the first."""
         ...
 
+    def vector(self, prompt: Sequence[int]) -> list[float]: ...
+
 
 class PlainAnswers:
     """Of an engine that knows one answer to each prompt, and to each grammar."""
@@ -62,6 +65,13 @@ class PlainAnswers:
 
     def of_prompt(self, prompt: Sequence[int]) -> list[float]:
         return [prompt_logprob(token, position) for position, token in enumerate(prompt[1:], start=1)]
+
+    def vector(self, prompt: Sequence[int]) -> list[float]:
+        """Whatever the number of workers."""
+        kv_sum = 0
+        for position, token in enumerate(prompt):
+            kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
+        return vector_of(kv_sum)
 
 
 PLAIN_ANSWERS = PlainAnswers()
@@ -259,6 +269,12 @@ def draw_sampling(random: Random) -> dict[str, Any]:
     if random.random() < 0.2:
         found["logit_bias"] = {random.randrange(3, VOCABULARY): random.choice((-100.0, -5.0, 5.0)) for _ in range(4)}
     return found
+
+
+def as_of_blocks(ask: ClientRequest) -> ClientRequest:
+    """Without what tokens have that are found one behind the other."""
+    sampling = {name: value for name, value in ask.sampling.items() if not name.endswith("penalty")}
+    return replace(ask, scores=0, sampling=sampling)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@ What is not their own: the engine of their workers (`engine.py`), which needs no
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from msgspec import structs
 
 import tandem
 from tandem.config import ServerConfig
@@ -134,8 +136,25 @@ def facts(config: ServerConfig, *, block_tokens: int = 1) -> ModelFacts:
     )
 
 
-def server(name: str, config: ServerConfig, *, machine: str = "127.0.0.1", block_tokens: int = 1) -> Server:
-    return Server(name, machine, config.port, partial(run_server, config, block_tokens=block_tokens))
+ReadFacts = Callable[[ServerConfig], ModelFacts]
+
+
+def facts_of_checkpoint(config: ServerConfig) -> ModelFacts:
+    """What the product's engine has to do with: the one that the folder of this seed has."""
+    model = read_config(Path(MODEL_HERE), is_embedding=config.is_embedding)
+    return structs.replace(
+        facts(config),
+        architectures=[model.architecture],
+        context_length=config.context_length or model.max_context,
+        dimensions=model.hidden_size,
+        is_encoder=model.encoder is not None,
+        has_states=model.state_space is not None,
+        block_tokens=1 if model.blocks is None else model.blocks.block_tokens,
+    )
+
+
+def server(name: str, config: ServerConfig, *, machine: str = "127.0.0.1", read_facts: ReadFacts = facts) -> Server:
+    return Server(name, machine, config.port, partial(run_server, config, read_facts))
 
 
 def router(name: str, config: RouterConfig, *, machine: str = "127.0.0.1") -> Server:
@@ -155,12 +174,12 @@ def router_workers(
     return tuple(workers)
 
 
-def run_server(config: ServerConfig, *, block_tokens: int = 1) -> int:
+def run_server(config: ServerConfig, read_facts: ReadFacts) -> int:
     """As `tandem serve`, from the moment when its flags are read: a server that cannot start says so and ends."""
     try:
         listeners = bind_listeners(config)
         try:
-            serve(with_ports(config, listeners), listeners, facts(config, block_tokens=block_tokens))
+            serve(with_ports(config, listeners), listeners, read_facts(config))
         finally:
             listeners.close()
     except (ServerFailure, OSError) as failure:

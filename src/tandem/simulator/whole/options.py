@@ -1,6 +1,7 @@
 """What one seed is like: which servers with which flags, which requests, which faults. Printed when a seed fails."""
 
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from random import Random
 from typing import Any  # values of flags
 
@@ -111,6 +112,7 @@ class Options:
     disk: StorageFaults = StorageFaults()  # noqa: RUF009 - it never changes; of the folder of pages, where there is one
     engine: str = PLAIN  # of all workers
     template: str = OWN  # for chats
+    model: str = ""  # of the product's engine: which of `random_models.py`; none of them: the bundled one
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -418,7 +420,7 @@ def make_cluster(options: Options, secret_file: str) -> Cluster:
     options = replace(options, flags={**options.flags, **flags, **keys})
     if options.layout == "unified":
         config = ServerConfig(model="tandem/mini", port=30_000, **options.flags)
-        one = cluster.server("unified", config, block_tokens=options.block_tokens)
+        one = cluster.server("unified", config, read_facts=_facts_of(options))
         return Cluster([one], one, "127.0.0.1")
     prefills = [_half(options, "prefill", number, secret_file) for number in range(options.num_prefills)]
     decodes = [_half(options, "decode", number, secret_file) for number in range(options.num_decodes)]
@@ -441,20 +443,23 @@ def make_cluster(options: Options, secret_file: str) -> Cluster:
     front = cluster.router("router", config, machine=machine)
     servers = [
         *(
-            cluster.server(
-                f"prefill{number}", one, machine=_machine(options, number), block_tokens=options.block_tokens
-            )
+            cluster.server(f"prefill{number}", one, machine=_machine(options, number), read_facts=_facts_of(options))
             for number, one in enumerate(prefills)
         ),
         *(
             cluster.server(
-                f"decode{number}", one, machine=_machine(options, 10 + number), block_tokens=options.block_tokens
+                f"decode{number}", one, machine=_machine(options, 10 + number), read_facts=_facts_of(options)
             )
             for number, one in enumerate(decodes)
         ),
         front,
     ]
     return Cluster(servers, front, _machine(options, 200))
+
+
+def _facts_of(options: Options) -> cluster.ReadFacts:
+    plain = partial(cluster.facts, block_tokens=options.block_tokens)
+    return plain if options.engine == PLAIN else cluster.facts_of_checkpoint
 
 
 def _machine(options: Options, number: int) -> str:

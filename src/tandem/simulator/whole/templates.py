@@ -13,16 +13,16 @@ SHOWN = "It is {{ strftime_now('%H:%M:%S') }}.\n"
 CONFIG = "tokenizer_config.json"
 
 
-def put_model(template: str) -> None:
-    """Into the current folder, where servers find it."""
+def put_model(template: str, model: Path = MODEL) -> None:
+    """Into the current folder, where servers find it. model: its folder."""
     folder = Path(MODEL_HERE)
     folder.unlink(missing_ok=True) if folder.is_symlink() else rmtree(folder, ignore_errors=True)  # another world's
     if template == OWN:
-        folder.symlink_to(MODEL)
+        folder.symlink_to(model)
         return
     folder.mkdir()
-    config = json.loads((MODEL / CONFIG).read_text())
-    for file in MODEL.iterdir():
+    config = json.loads((model / CONFIG).read_text())
+    for file in model.iterdir():
         if file.name != CONFIG:
             (folder / file.name).symlink_to(file)
     own = config.pop("chat_template")

@@ -44,6 +44,7 @@ from tandem.simulator.whole.clients import (
     Answers,
     ClientRequest,
     Keys,
+    as_of_blocks,
     ask_at,
     draw_ask,
     draw_sampling,
@@ -80,7 +81,15 @@ from tandem.simulator.whole.peer_checks import Causes, Punctual
 from tandem.simulator.whole.spies import spies
 from tandem.simulator.whole.starvation import Starvation, server_of
 from tandem.simulator.whole.templates import CLOCK, NONE, put_model
-from tandem.simulator.whole.torch_engine import TimedEngine, alone, load_engine, of_workers, one_thread, with_torch
+from tandem.simulator.whole.torch_engine import (
+    TimedEngine,
+    alone,
+    folder_of,
+    load_engine,
+    of_workers,
+    one_thread,
+    with_torch,
+)
 from tandem.simulator.whole.transfer_checks import CheckedTransfer, TransferWatch
 from tandem.simulator.whole.vectors import VectorAsk
 from tandem.simulator.whole.verdict import check
@@ -115,14 +124,14 @@ class World:
         secret = Path("secret")
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
-        put_model(options.template)
+        put_model(options.template, folder_of(options))
         self.cluster: Cluster = make_cluster(options, str(secret))
         self.memories = Memories(self.kernel, Random(f"memory {options.seed}"))
         self.disk = Disk(self.kernel, options.disk, Random(f"disk {options.seed}"))
         self.network.names = {name_of(server.host): [server.host] for server in self.cluster.servers}
         self.forms = Forms(options.flags)
         self.is_plain = options.engine == PLAIN
-        self.right: Answers = PLAIN_ANSWERS if self.is_plain else alone(options.flags)
+        self.right: Answers = PLAIN_ANSWERS if self.is_plain else alone(options.flags, folder_of(options))
         self.answers: list[Answer] = []
         self.visitors: list[Process] = []
         self.codes: list[str] = []  # that visitors were told, as `code NAME`
@@ -336,7 +345,7 @@ class World:
         if not self.is_plain and self.options.seed >= FIRST_OFF_RECORD:
             ask = replace(ask, sampling=draw_sampling(Random(f"sampling {self.options.seed} {ask.number}")))
         if self.options.block_tokens > 1:
-            ask = replace(ask, scores=0)  # which tokens have that are found one behind the other
+            ask = as_of_blocks(ask)
         if self.options.template == CLOCK and ask.path == CHAT:
             ask = replace(ask, rendered_at=MIDNIGHT + ask.number)
         if self.options.template == NONE and ask.path == CHAT:
