@@ -34,6 +34,8 @@ MORE = (
     10_144,  # blocks, over three shards and over two stages
     10_215,  # an encoder of two stages
     10_426,  # vectors by three shards
+    10_094,  # KV of 8 bits, of two shards
+    10_321,  # the same of a prefill whose shards share out prompts
 )
 run = partial(run_seed, engine=TORCH)
 
@@ -67,6 +69,7 @@ def test_every_kind_of_model_is_drawn_and_none_of_the_seeds_on_record_has_one() 
     assert not any(drawn(seed).model for seed in range(400))
     for one in found:
         assert (one.block_tokens > 1) == (one.model == SDAR)
+        assert one.model in (LLAMA, "") or "kv_cache_dtype" not in one.flags
         assert (one.window_tokens > 0) == (one.model == GEMMA)
 
 

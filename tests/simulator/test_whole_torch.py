@@ -25,7 +25,7 @@ from tandem.simulator.whole.world import World, run_seed
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=True)
 PAIR, SINGLE = 455, 62  # in calm: several requests at a time on decode; a unified server
-QUANTISED = (20_026, 20_010)  # weights of 8 bits; KV of 8 bits
+QUANTISED = (20_026, 20_010, 10_363)  # weights of 8 bits; KV of 8 bits; that of four shards on one side
 FORMED = 11_093  # a pair, nearly all of whose answers have a form, on all pages
 SAMPLED = 10_004  # off the record: clients say how tokens are to be chosen
 SEEDS = (
@@ -129,7 +129,7 @@ def test_other_processes_have_given_the_same_bytes(results: dict[int, SeedResult
 
 def test_what_the_other_engine_has_not_is_drawn_apart_and_the_rest_of_a_seed_stays() -> None:
     may_differ = {"engine", "model", "flags", "roles", "tcp_capacity", "narrows"}
-    cuts = set()
+    cuts, cuts_of_bits = set(), set()
     for seed in range(10_000, 10_400):
         drawn = draw_options(seed)
         given = with_torch(drawn)
@@ -140,8 +140,11 @@ def test_what_the_other_engine_has_not_is_drawn_apart_and_the_rest_of_a_seed_sta
             assert config.cpu_threads == 1
             is_refused = config.enable_dp_attention or config.is_embedding or config.kv_cache_dtype != "auto"
             assert config.deterministic == (not is_refused and given.model not in (GRANITE, SDAR))
+            if config.kv_cache_dtype != "auto":
+                cuts_of_bits.add((config.tp_size, config.pp_size, config.attn_cp_size))
             cuts.add((config.tp_size, config.pp_size, config.attn_cp_size))
     assert cuts >= {cut.sizes for cut in (*SIDES, *CONTEXTS)}, "replicas of several workers stay"
+    assert {(1, 1, 1), (2, 1, 1), (1, 2, 1), (4, 1, 1), (1, 1, 2)} <= cuts_of_bits
 
 
 def test_the_seeds_on_record_have_the_bundled_model_and_nobody_asks_for_a_form() -> None:

@@ -77,9 +77,10 @@ def with_torch(options: Options) -> Options:
 
     *Without --deterministic*, which excludes some of that or is not measured with it, a row has its bits anyway where
     native kernels compute in replicas of one worker: each of their sums goes in one order, whatever else is in the
-    batch. DP ranks that step together, and workers that find blocks, cut sums, so in the models that they have none of
-    those has a second term (`random_models.py`). Attention of prompts in blocks is torch's, which rounds by the shape
-    of a chunk, in the seventh digit; only tokens are compared there. Vectors are compared as sums of parts allow.
+    batch. DP ranks that step together, shards with KV of 8 bits, and those that find blocks cut sums, so in the models
+    that they have none of those has a second term (`random_models.py`). Attention of prompts in blocks is torch's,
+    which rounds by the shape of a chunk, in the seventh digit; only tokens are compared there. Vectors are compared as
+    sums of parts allow.
 
     Seeds on record have the bundled model only, in which a row samples one token at a time and no layer has a window,
     no ranks that step together, nothing that makes vectors, and nobody who asks for a form.
@@ -96,7 +97,8 @@ def with_torch(options: Options) -> Options:
     vectors = options.vectors if "is_embedding" in flags else ""
     model = "" if is_older else _model_of(options, flags, has_states=has_kernels and not has_groups)
     if not model and not vectors:
-        flags |= draw_bits(options.seed, may_be_of_kv=not has_groups and has_kernels)
+        flags |= draw_bits(options.seed, may_be_of_kv=has_kernels)
+        model = PLAIN_LAYERS if has_groups and "kv_cache_dtype" in flags else ""
     if vectors or model in (STATES, BLOCKS) or "enable_dp_attention" in flags:
         flags["deterministic"] = False
     if model == WINDOWED:  # pages lose their window parts where prompts are known to leave some of the pool
