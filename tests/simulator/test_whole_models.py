@@ -13,6 +13,7 @@ from tandem.core.disagg import decode_side
 from tandem.core.kv.windows import Windows
 from tandem.engine.batch import Chunk
 from tandem.engine.model_config import read_config
+from tandem.engine.native import library
 from tandem.engine.recurrent_states import NO_PAGE, RecurrentStates, StatefulChunk
 from tandem.engine.row_exchange import RowExchange
 from tandem.simulator.hunt import run_each
@@ -38,6 +39,7 @@ MORE = (
     10_321,  # the same of a prefill whose shards share out prompts
 )
 run = partial(run_seed, engine=TORCH)
+pytestmark = pytest.mark.skipif(library.best() is None, reason="without native kernels rows keep no bits")
 
 
 @pytest.mark.parametrize("seed", KINDS)
