@@ -10,8 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tandem.batch_tables import PlanError
 from tandem.core.values import PageId
-from tandem.engine.layers.activation import silu
+from tandem.engine.layers.activation import Activation, gelu_tanh_and_mul, silu, silu_and_mul
 from tandem.engine.layers.rotary import BLOCK_POSITIONS, RotaryTable, inverse_frequencies
+from tandem.engine.native import library
 from tandem.engine.rope_config import RopeConfig
 from tandem.engine.rows import TILE_ROWS, tile_places
 from tandem.engine.sequence import EngineSequence
@@ -86,6 +87,20 @@ def test_a_gate_of_one_tile_does_not_show_the_number_of_threads(features: int, d
 
     assert all(torch.equal(results[0], other) for other in results[1:])
     torch.testing.assert_close(results[0], torch.nn.functional.silu(x))
+
+
+@pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul])
+@pytest.mark.parametrize("rows", [1, TILE_ROWS])
+def test_a_gate_that_workers_share_is_what_one_computes(
+    activation: Activation, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part of the features each of them has."""
+    monkeypatch.setattr(library, "fitting", lambda *tensors: None)
+    gate, up = torch.linspace(-9, 9, rows * 300).view(rows, 300), torch.ones(rows, 300)
+    whole = activation(gate.clone(), up)
+    for width in (48, 75, 100, 150):
+        parts = [activation(part.clone(), torch.ones_like(part)) for part in gate.split(width, dim=1)]
+        assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
 def test_a_rotary_table_that_grows_keeps_its_answers() -> None:

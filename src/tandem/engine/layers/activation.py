@@ -1,6 +1,7 @@
 """What is not linear: the gate of an MLP, and soft caps."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch import Tensor
 from torch.nn import functional
@@ -8,7 +9,8 @@ from torch.nn import functional
 from tandem.engine.native import library
 from tandem.engine.rows import TILE_ROWS, UNDIVIDED_ELEMENTS
 
-Activation = Callable[[Tensor, Tensor], Tensor]  # of gate and up, [n, features] each, in the memory of `gate`
+VECTORS = 64  # elements: torch takes two vectors of a processor's at a time, of at most 32 each
+Activation = Callable[[Tensor, Tensor], Tensor]  # of gate and up, [n, features] each, perhaps in the memory of `gate`
 
 
 def silu(x: Tensor) -> Tensor:
@@ -16,11 +18,13 @@ def silu(x: Tensor) -> Tensor:
 
     torch divides a larger tensor among its threads and computes the last few elements of each share one by one, with
     an exponential that rounds otherwise than the one for whole vectors; where a share ends depends on the number of
-    threads. So up to a tile of rows, as the deterministic arrangement has them, goes through in pieces not divided.
+    threads, and on what part of the features a worker has. So up to a tile of rows, as the deterministic arrangement
+    has them, goes through in pieces that are not divided and are whole vectors.
     """
-    pieces = x.view(-1).split(UNDIVIDED_ELEMENTS) if x.shape[0] <= TILE_ROWS else (x,)
-    for piece in pieces:
-        functional.silu(piece, inplace=True)
+    if x.shape[0] > TILE_ROWS:
+        return functional.silu(x, inplace=True)
+    for piece in x.view(-1).split(UNDIVIDED_ELEMENTS):
+        in_whole_vectors(functional.silu, piece)
     return x
 
 
@@ -33,15 +37,18 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up, gelu as tanh approximates it, in the memory of `gate`.
+    """gelu(gate) * up, gelu as tanh approximates it, perhaps in the memory of `gate`.
 
     For the reason that is given at `silu`: row by row where rows are few, or where kernels that take them as they come
     have promised that a row keeps its bits.
     """
     kernels = library.fitting(gate)
     is_by_row = gate.shape[0] <= TILE_ROWS or (kernels is not None and kernels.deterministic)
-    for piece in _row_pieces(gate) if is_by_row else (gate,):
-        piece.copy_(functional.gelu(piece, approximate="tanh"))
+    gelu = partial(functional.gelu, approximate="tanh")
+    if not is_by_row:
+        return gelu(gate).mul_(up)
+    for piece in _row_pieces(gate):
+        in_whole_vectors(gelu, piece)
     return gate.mul_(up)
 
 
@@ -50,6 +57,13 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     for piece in _row_pieces(x):
         piece.div_(cap).tanh_().mul_(cap)
     return x
+
+
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """In place. Behind what is no whole vectors there are zeros for as long as that takes."""
+    count = x.shape[-1]
+    missing = -count % VECTORS
+    x.copy_(function(functional.pad(x, (0, missing)))[..., :count] if missing else function(x))
 
 
 def _row_pieces(x: Tensor) -> Iterator[Tensor]:

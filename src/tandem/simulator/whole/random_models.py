@@ -31,7 +31,7 @@ ARCHITECTURES = {
     BERT: "BertModel",
 }
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 512, 64, 4, 8, 4, 16
-MLP = 384  # of which two, three or four parts are whole vectors: torch computes gelu of what is left over otherwise
+MLP = 96  # of which two, three or four parts are no whole vectors of a processor
 STATE_HEADS, STATE_SIZE, CONV = 4, 16, 4
 STATE_INNER = 2 * HIDDEN
 CONTEXT = 8192
