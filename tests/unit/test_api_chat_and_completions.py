@@ -83,6 +83,23 @@ def test_parts_of_text_are_joined_and_a_last_message_can_be_continued() -> None:
     assert prompt_of(w.node.submits[0]) == ids("<s>user:a\nb</s><s>assistant:Once")
 
 
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"reasoning_content": "Hm."}, "Hm."),
+        ({"reasoning": "Hm."}, "Hm."),  # as vLLM says it
+        ({"reasoning_content": "Hm.", "reasoning": "Oh."}, "Hm."),
+        ({"reasoning": {"effort": "low"}}, ""),
+    ],
+)
+def test_a_thought_of_before_reaches_the_template_by_either_name(fields: dict[str, Any], shown: str) -> None:
+    tokenizer = load_tokenizer("{% for message in messages %}:{{ message.reasoning_content }}{% endfor %}")
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "Yes.", **fields}, *CHAT["messages"]]
+    with (w := world(tokenizer=tokenizer)).http() as http:
+        assert http.post("/v1/chat/completions", json=CHAT | {"messages": messages}).status_code == 200
+    assert prompt_of(w.node.submits[0]) == ids(f"::{shown}:")
+
+
 def test_a_last_message_that_calls_tools_cannot_be_continued() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     body = {

@@ -334,6 +334,8 @@ def flat_message(message: dict[str, Any]) -> dict[str, Any]:
         raise invalid("messages", "tool_calls must be a list")
     if calls:
         message = {**message, "tool_calls": [with_arguments(call) for call in calls]}
+    if message.get("reasoning_content") is None and isinstance(thought := message.get("reasoning"), str):
+        message = {**message, "reasoning_content": thought}  # as vLLM calls it, and templates do not
     content = message.get("content")
     if content is None:
         return {**message, "content": text_of_refusal(message)}
