@@ -100,6 +100,7 @@ def test_what_gateways_add_is_accepted() -> None:
         ({"text": "x", "image_data": ["http://x"]}, "image_data"),
         ({"text": "x", "return_prompt_token_ids": True}, "return_prompt_token_ids"),
         ({"text": "x", "return_sampling_mask": True}, "return_sampling_mask"),
+        ({"text": "x", "require_reasoning": True}, "require_reasoning"),
         ({"text": "x", "return_indexer_topk": True}, "return_indexer_topk"),
         ({"text": "x", "positional_embed_overrides": [{}]}, "positional_embed_overrides"),
         ({"text": "x", "return_hidden_states": True}, "return_hidden_states"),

@@ -51,6 +51,7 @@ BAD_CHATS = [
     ({"logprobs": True, "logprob_token_ids": [5]}, "logprob_token_ids"),
     ({"watermarking": True}, "watermarking"),
     ({"return_prompt_text": True}, "return_prompt_text"),
+    ({"return_meta_info": True}, "return_meta_info"),
     ({"return_prompt_token_ids": True}, "return_prompt_token_ids"),
     ({"rid": ["a", "b"]}, "rid"),
     ({"rid": "line\nbreak"}, "rid"),

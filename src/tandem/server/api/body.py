@@ -184,6 +184,7 @@ class ChatBody(OpenAIBody, kw_only=True):
     echo: Raw = NOTHING
     add_special_tokens: Raw = NOTHING
     return_prompt_text: Raw = NOTHING
+    return_meta_info: Raw = NOTHING
 
 
 class CompletionBody(OpenAIBody, kw_only=True):
@@ -223,6 +224,7 @@ class NativeBody(Foreign, kw_only=True):
     return_entropy: Raw = NOTHING
     return_sampling_mask: Raw = NOTHING
     return_indexer_topk: Raw = NOTHING
+    require_reasoning: Raw = NOTHING
     return_prompt_token_ids: Raw = NOTHING
     positional_embed_overrides: Raw = NOTHING
 
