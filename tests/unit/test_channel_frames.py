@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from deep import DEEP
 from tandem.core.events import AbortRequested
 from tandem.core.values import RequestId
 from tandem.server import wire
@@ -58,7 +59,7 @@ def deep(depth: int) -> bytes:
     return b"\x82\xa4type\xa8Shutdown\xa1x" + b"\x91" * depth + b"\xc0"
 
 
-@pytest.mark.parametrize("depth", [1200, 100_000])
+@pytest.mark.parametrize("depth", [DEEP, 100_000])
 def test_a_field_that_nobody_knows_and_that_is_nested_deeply_is_an_error_like_any_other(depth: int) -> None:
     body = deep(depth)
     with pytest.raises(MalformedFrame, match="RecursionError"):

@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from deep import DEEP
 from tandem.server.api.errors import RULES, Code, Failure, error_json
 from tandem.server.router.answer import error_at_end, merge_input_logprobs, passed_headers, retryable_of
 
@@ -68,7 +69,7 @@ def test_a_decode_that_left_its_logprobs_out_gets_those_of_prefill() -> None:
         assert merged["meta_info"]["input_token_logprobs"] == [[-0.5, 1, None]]
 
 
-@pytest.mark.parametrize("foreign", ["[" * 1_200 + "]" * 1_200, "[" * 20_000, '"\\ud800"'])
+@pytest.mark.parametrize("foreign", ["[" * DEEP + "]" * DEEP, "[" * 20_000, '"\\ud800"'])
 def test_an_answer_that_cannot_be_read_or_written_again_passes_as_it_is(foreign: str) -> None:
     prefill = b'{"meta_info": {"input_token_logprobs": [[-0.5, 1, null]]}}'
     decode = b'{"meta_info": {}, "foreign": %s}' % foreign.encode()
