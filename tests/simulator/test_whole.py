@@ -278,6 +278,18 @@ def test_a_process_without_descriptors_cannot_open_any_more() -> None:
     assert found == [24]
 
 
+def test_a_selector_finds_what_is_registered_by_its_object_and_by_its_number() -> None:
+    def program() -> None:
+        selector = selectors.DefaultSelector()
+        with socket.socket() as sock, socket.socket() as other:
+            key = selector.register(sock, selectors.EVENT_READ)
+            there = selector.get_map()
+            assert [there.get(it) for it in (sock, sock.fileno(), other)] == [key, key, None]
+            assert (list(there), len(there)) == ([sock.fileno()], 1)
+
+    simulated(program)
+
+
 def test_a_thread_that_goes_round_and_round_without_any_time_passing_is_noticed() -> None:
     kernel = Kernel(1)
 

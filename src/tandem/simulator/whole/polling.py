@@ -2,7 +2,7 @@
 
 import select
 import selectors
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any  # what a selector keeps for whoever registers
 
 from tandem.core.values import SECOND
@@ -180,7 +180,23 @@ class VirtualSelector(selectors.BaseSelector):
         self._keys.clear()
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
+        return Registered(self, self._keys)
+
+
+class Registered(Mapping[Any, selectors.SelectorKey]):
+    """By whatever `get_key` takes: asyncio looks here, since Python 3.13."""
+
+    def __init__(self, selector: VirtualSelector, keys: Mapping[int, selectors.SelectorKey]) -> None:
+        self._selector, self._keys = selector, keys
+
+    def __getitem__(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._selector.get_key(fileobj)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def _mask_of(events: int) -> int:
