@@ -1,13 +1,12 @@
-"""Every invariant and every fault class, and for each what looks after it, or the capability that it waits for.
+"""Every invariant and every fault class, and for each what looks after it.
 
-An invariant is `checked` by a class (or function) that raises a violation with its id, and a mutant shows that it
-does. A fault class is `drawn` by `draw_options` and lives in a place. What cannot be checked yet names a capability,
-and a capability has a probe: tests/simulator/test_catalog.py fails as soon as it is there and a row still waits.
+An invariant is checked by a class (or function) that raises a violation with its id, and a mutant shows that it does.
+A fault class is drawn by `draw_options` and lives in a place.
 
 docs/invariants.md is this table: `python -m tandem.simulator.catalog > docs/invariants.md`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
@@ -16,8 +15,8 @@ from tandem.simulator.faults.names import name_of
 TITLE = """# Invariants and faults of the simulation
 
 Generated from `src/tandem/simulator/catalog.py`. S is safety, checked after every event; L is liveness, checked with
-deadlines in virtual time; W is what we added. Every checked invariant is the first to notice at least one mutant of
-`tests/seeded_bugs/`. What waits for a capability has a probe: when the capability is there, a test fails.
+deadlines in virtual time; W is what we added. Every invariant is the first to notice at least one mutant of
+`tests/seeded_bugs/`.
 
 What never occurs is never checked: every event and command of the core and of the router, every message, transfer state
 and status of the data plane and every code of `docs/errors.md` has to occur in random worlds, or has its reason in
@@ -27,12 +26,11 @@ and status of the data plane and every code of `docs/errors.md` has to occur in 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`place` is where it is checked, or where the fault comes from; else it waits for a capability."""
+    """`place` is where it is checked, or where the fault comes from."""
 
     id: str
     says: str
-    place: str = ""  # `module:name`, below `tandem.simulator`
-    waits_for: str = ""  # a key of CAPABILITIES
+    place: str  # `module:name`, below `tandem.simulator`
 
     @property
     def full_place(self) -> str:
@@ -41,13 +39,6 @@ class Row:
     def find(self) -> object:
         return resolve_name(self.full_place)
 
-    @property
-    def status(self) -> str:
-        return f"waits for {self.waits_for}" if self.waits_for else f"`{self.place.replace(':', '.')}`"
-
-
-# capability -> is it there?
-CAPABILITIES: dict[str, Callable[[], bool]] = {}
 
 INVARIANTS: tuple[Row, ...] = (
     Row("S1", "pages: free + owned + cached + quarantined = total", "checkers.pages:PageAccounting"),
@@ -168,12 +159,7 @@ def table(kind: str, rows: tuple[Row, ...]) -> Iterator[str]:
     """Markdown."""
     yield f"| {kind} | says | looked after by |"
     yield "|---|---|---|"
-    yield from (f"| {name_of(row.id)} | {row.says} | {row.status} |" for row in rows)
-
-
-def checked() -> list[str]:
-    """Ids of the invariants that are checked."""
-    return [row.id for row in INVARIANTS if not row.waits_for]
+    yield from (f"| {name_of(row.id)} | {row.says} | `{row.place.replace(':', '.')}` |" for row in rows)
 
 
 if __name__ == "__main__":
