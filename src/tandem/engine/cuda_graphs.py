@@ -88,7 +88,7 @@ class DecodeGraphs:
         page_size: int,
         scratch_page: int,
         device: str,
-        new_graph: Callable[[], Graph] = CudaGraph,
+        new_graph: Callable[[], Graph],
     ) -> None:
         """max_tokens: of a request, at most. scratch_page: of the KV memory, one that no request ever has."""
         self._model = model

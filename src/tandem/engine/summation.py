@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tandem.engine.rows import TILE_ROWS
 
@@ -29,7 +28,7 @@ class Products:
         *,
         dtype: torch.dtype,
         device: str,
-        product: Product = functional.linear,
+        product: Product,
     ) -> None:
         self._shapes = sorted(set(shapes))
         self._dtype = dtype

@@ -292,7 +292,7 @@ class Writer:
 class ChatReply:
     """`form`: how its answers are taken apart; None where they are text."""
 
-    def __init__(self, shape: Shape, tokenizer: Tokenizer, form: AnswerForm | None = None) -> None:
+    def __init__(self, shape: Shape, tokenizer: Tokenizer, form: AnswerForm | None) -> None:
         self.shows_prompts = shape.returns_ids
         self._shape = shape
         self._chunk = Writer(shape, tokenizer, "chat.completion.chunk")

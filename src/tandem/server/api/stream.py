@@ -287,9 +287,9 @@ class TokenResponse:
         log: RequestLog,
         span: Span,
         model: str,
-        teller: Teller | None = None,
-        said: Sequence[Piece] = (),
-        hands_over: bytes | None = None,
+        teller: Teller | None,
+        said: Sequence[Piece],
+        hands_over: bytes | None,
     ) -> None:
         """span: of the request; ended here. teller: of a stream that somebody else may go on with. said: of one that
         somebody else has begun. hands_over: the whole answer, which goes out at once; what runs does so for whom it

@@ -43,10 +43,10 @@ from tandem.server.router.answer import Gone, StreamedAnswer, WholeAnswer, merge
 from tandem.server.router.finished_response import LastEvent, keep_document, keep_event
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
 from tandem.server.router.metrics import RouterMetrics
-from tandem.server.router.prompt_blocks import BlocksOf, no_blocks
+from tandem.server.router.prompt_blocks import BlocksOf
 from tandem.server.router.shell import ClientCall, RouterShell, encode_rest
 from tandem.server.router.worker_documents import STAGE
-from tandem.server.tracing import NO_TRACING, Span, Tracing, abort_info, ending_with_errors, response_headers
+from tandem.server.tracing import Span, Tracing, abort_info, ending_with_errors, response_headers
 
 RESPONSES = "/v1/responses"
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES, "/generate")
@@ -65,8 +65,8 @@ class Generate:
         store: ResponseStore,
         *,
         timeout_seconds: float,
-        blocks_of: BlocksOf = no_blocks,
-        tracing: Tracing = NO_TRACING,
+        blocks_of: BlocksOf,
+        tracing: Tracing,
     ) -> None:
         self._shell = shell
         self._metrics = metrics

@@ -101,7 +101,7 @@ class ShardMemory:
     """The KV of one shard: of its cells, one behind the other as in a real page. Behind them one of a layer with a
     window, where there is such a layer: what nobody sees any more in it may be forgotten."""
 
-    def __init__(self, num_pages: int, page_size: int, cells: Iterable[int], *, has_window: bool = False) -> None:
+    def __init__(self, num_pages: int, page_size: int, cells: Iterable[int], *, has_window: bool) -> None:
         """cells: their numbers in the whole model"""
         self.page_size = page_size
         self.cells = {cell: PageMemory(num_pages, page_size) for cell in cells}

@@ -29,7 +29,6 @@ from tandem.core.kv_parts import KvGrid, box_of
 from tandem.core.values import Nanos, RequestId
 from tandem.engine.drafts import Draft, agree
 from tandem.engine.late_tokens import LateTokens, RunBatch
-from tandem.engine.parallel import OneShard, OneStage
 from tandem.grammar import Matcher, Vocabulary
 from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams, TokenScore
@@ -43,7 +42,6 @@ EOS_TOKEN = 2
 EOS_ONE_IN = 40
 DIMENSIONS = 4  # of a vector
 LOGPROB = -0.5  # of every token
-ALONE = Shards(Rank(), OneShard(), OneStage())
 
 
 def next_token(kv_sum: int, position: int, *, vocab_size: int, may_end: bool, matcher: Matcher | None = None) -> int:
@@ -126,7 +124,7 @@ class PlainKv:
     cell has as much again of one of them, whose numbers are others.
     """
 
-    def __init__(self, num_pages: int, page_size: int, grid: KvGrid, rank: Rank, *, window_tokens: int = 0) -> None:
+    def __init__(self, num_pages: int, page_size: int, grid: KvGrid, rank: Rank, *, window_tokens: int) -> None:
         box = box_of(grid, rank.cut, rank.shard)
         cell_slots = (page_size + 1) * (2 if window_tokens else 1)
         self.cell_bytes = cell_slots * SLOT_BYTES
@@ -199,9 +197,9 @@ class PlainEngine:
         base_s: float,
         token_s: float,
         grid: KvGrid,
-        block_tokens: int = 1,
-        window_tokens: int = 0,
-        shards: Shards = ALONE,
+        block_tokens: int,
+        window_tokens: int,
+        shards: Shards,
     ) -> None:
         """tokenizer: its file, for grammars. base_s, token_s: how long a batch takes, and each of its tokens.
 

@@ -248,7 +248,7 @@ class CheckedNode(EngineNode):
         report: Callable[[Violation], None],
         *,
         may_be_spoilt: bool,
-        seen: Occurrences | None = None,
+        seen: Occurrences | None,
     ) -> None:
         """beside: further checkers; seen: is told what occurs."""
         super().__init__(settings)

@@ -62,9 +62,7 @@ class CallObject:
     `names`: those that a call may have; None: any.
     """
 
-    def __init__(
-        self, index: int, opening: str = "", name: str | None = None, names: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, index: int, opening: str, name: str | None, names: Collection[str] | None) -> None:
         self._index = index
         self._names = names
         self._is_bare = name is not None
