@@ -30,10 +30,10 @@ from msgspec import Struct
 from xxhash import xxh3_128
 
 from tandem.core.values import PageHash
+from tandem.pagehash import HASH_BYTES
 
 MAGIC = b"TNDPAGE1"
 NAMESPACE_BYTES = 16
-HASH_BYTES = 16
 SIZE_AT = len(MAGIC) + NAMESPACE_BYTES + HASH_BYTES
 DIGEST_AT = SIZE_AT + 8
 HEADER_BYTES = DIGEST_AT + 16

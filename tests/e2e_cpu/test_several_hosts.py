@@ -87,10 +87,6 @@ def started(fleet: Fleet, hosts: dict[str, Host], folder: Path) -> Pair:
     return Pair(hosts, found["prefill"], found["decode"], found["router"])
 
 
-def as_half(mode: str, *flags: str) -> list[str]:
-    return serve_words(MODEL, PORT, "--disaggregation-mode", mode, *flags)
-
-
 def path_of(pair: Pair, timeout_s: float = TIMEOUT_S) -> str:
     """Of one request through the router; the cause where it fails."""
     with pair.hosts["router"].inside():

@@ -21,6 +21,7 @@ MAX_SUBMIT_BYTES = 32 << 20  # of one `SubmitAll`: with what may wait already, t
 # Of addresses and descriptions, which other servers write too (`documents.py`).
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 HostText = Annotated[str, Meta(max_length=64)]
+EVERY_HOST = ("0.0.0.0", "::", "")  # who listens there has told no address
 UnixPath = Annotated[str, Meta(max_length=107)]
 Digest = Annotated[str, Meta(max_length=128)]
 FieldName = Annotated[str, Meta(min_length=1, max_length=64)]

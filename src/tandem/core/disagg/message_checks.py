@@ -19,6 +19,7 @@ from msgspec import Struct, structs
 
 from tandem.core.batch import TOKEN_BYTES, TokenFlag
 from tandem.core.disagg.messages import MAX_GRANT_SECRET_BYTES, Abort, Message, Moved, Offer, Ready, Release, ResultSlot
+from tandem.core.disagg.transfer_state import DIGEST_BYTES
 from tandem.core.kv_parts import KvGrid, parts
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_BLOCK_TOKENS, MAX_RENDERED_AT, SECOND, Cause, Cut, Incarnation
@@ -33,7 +34,6 @@ MAX_DETAIL_CHARS = 1000
 MAX_DIGEST_BYTES = 64
 MAX_EXTRA_BYTES = 64 << 10
 MAX_PROMPT_EXTRA_BYTES = 4 << 20  # of one prompt
-DIGEST_BYTES = 8
 KNOWN_FLAGS = TokenFlag.EOS | TokenFlag.STOP | TokenFlag.INVALID
 
 

@@ -25,12 +25,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tandem.engine.documents import ModelError
+from tandem.engine.model_config import MOST_LAYERS
 from tandem.engine.models.transformers_parts import LEFT_OUT, DecoderHead, Unfit, class_of, config_of, layers_of_model
 from tandem.engine.transformers_facts import REFUSED, TransformersFacts, refused
 from tandem.logtext import shown
 
 EXAMINED = "tandem_examined"  # the attention implementation of the examination, as transformers calls such things
-MOST_LAYERS = 1 << 12
 MOST_CONTEXT = 1 << 24
 WITHOUT_EFFECT = {"cache_position", "output_attentions", "position_embeddings", "position_ids", "use_cache"}
 MaskRule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key): whether the query sees the key

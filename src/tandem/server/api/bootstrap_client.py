@@ -25,7 +25,7 @@ from tandem.server.api.bootstrap_questions import (
     FetchReplica,
     GiveUp,
 )
-from tandem.server.api.hosts import EVERY_HOST, HostRefused, Hosts
+from tandem.server.api.hosts import HostRefused, Hosts
 from tandem.server.api.http_exchange import ExchangeError, HttpResponse, exchange
 from tandem.server.api.question_lanes import Lanes
 from tandem.server.documents import PREFILL_HEADER, BadDocument, read_prefill, read_ranks, read_replica
@@ -120,7 +120,7 @@ class BootstrapClient:
         """A server that listens everywhere cannot name an address of itself: it is the one where it was found."""
 
         def checked(named: str, field: str) -> str:
-            if named in EVERY_HOST:
+            if named in wire.EVERY_HOST:
                 return found_at
             self.hosts.check_peer(named, found_at=found_at, field=field)
             return named

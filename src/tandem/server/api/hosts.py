@@ -21,8 +21,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from tandem.config import ServerConfig
 from tandem.server.api.errors import Problem, Refusal, contradiction
 from tandem.server.api.resolver import NoThread, Resolver
+from tandem.server.wire import EVERY_HOST
 
-EVERY_HOST = ("0.0.0.0", "::", "")
 LOCALHOST = ("127.0.0.1", "::1")
 LOOKUP_SECONDS = 2.0
 MAX_HOSTS = 64  # that one request may name

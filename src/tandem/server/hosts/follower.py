@@ -41,7 +41,7 @@ from tandem.server.hosts.messages import (
     WorkerLost,
     as_reason,
 )
-from tandem.server.node.session import EVERY_HOST, NotAMember
+from tandem.server.node.session import NotAMember
 from tandem.server.node.settings import heartbeat
 from tandem.server.processes import (
     GROUP_HOST,
@@ -55,6 +55,7 @@ from tandem.server.processes import (
     start_child,
     worker_ends,
 )
+from tandem.server.wire import EVERY_HOST
 
 REDIAL_S = 0.5
 POLL_S = 0.05  # how often it looks whether its workers are there

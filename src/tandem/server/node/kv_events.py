@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
+from tandem.core.batch import TOKEN_BYTES
 from tandem.core.commands import (
     AnnounceCleared,
     AnnounceRemoved,
@@ -28,7 +29,6 @@ from tandem.core.events import Event
 from tandem.core.values import Nanos, PageHash, RequestId
 from tandem.sampling import Payload
 
-TOKEN_BYTES = 4
 MEDIUM = "GPU"  # vLLM's word for where attention reads KV, whatever the device is
 
 

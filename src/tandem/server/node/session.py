@@ -28,7 +28,7 @@ from tandem.core.disagg.messages import Abort, Moved, Offer, Ready, Release
 from tandem.core.values import MAX_SHARDS, Cut, Incarnation, Nanos
 from tandem.membership import CHALLENGE_BYTES, ClusterSecret
 from tandem.server.frames import HEAD_BYTES, MalformedFrame, Splitter, decoded
-from tandem.server.wire import DataEndpoint
+from tandem.server.wire import EVERY_HOST, DataEndpoint
 
 CONTROL_PROTOCOL = 4
 PURPOSE = "control connection"
@@ -38,7 +38,6 @@ TAG_BYTES = 16
 HELLO_BYTES = 512
 GREETING_BYTES = 32 << 10  # data endpoints of 256 shards have half of that
 MESSAGE_BYTES = 16 << 20  # an offer of 100,000 tokens is about 150 KB, where one worker reads from one
-EVERY_HOST = ("0.0.0.0", "::", "")
 
 
 class PeerHello(Struct, frozen=True, tag="hello"):

@@ -29,6 +29,7 @@ SMALL = NodeSettings(
 )
 CLOCKS = "F10"
 GIVEN_BY_THE_LINE = ("role", "incarnation")
+FOR_GOOD_NS = 3600 * SECOND
 UNITS = (("ms", MILLISECOND), ("us", 1000), ("ns", 1), ("s", SECOND))
 # A scenario has no routers.
 ROUTED = ("num_gateways", "direct_share", "unified_share", "http_breaks", "http_silences", "error_heads", "has_encoder")

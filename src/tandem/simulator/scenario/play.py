@@ -45,13 +45,12 @@ from tandem.simulator.faults.options import coarsest_grid
 from tandem.simulator.renderings import ShownTime
 from tandem.simulator.report import trace_step
 from tandem.simulator.scenario.dump import holdings
-from tandem.simulator.scenario.parse import SMALL, parse_chances, parse_ns, parse_setting, quiet_options
+from tandem.simulator.scenario.parse import FOR_GOOD_NS, SMALL, parse_chances, parse_ns, parse_setting, quiet_options
 from tandem.simulator.scenario.prompts import Stories
 from tandem.simulator.workload import WorkloadRequest
 from tandem.simulator.world import STEADY, Timing, World
 
 DIVIDER = "-" * 100
-FOR_GOOD_NS = 3600 * SECOND
 
 
 class BadScript(Exception):

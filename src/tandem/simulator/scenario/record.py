@@ -20,19 +20,18 @@ from tandem.core.events import (
     StopMatched,
 )
 from tandem.core.request import Request
-from tandem.core.values import SECOND, RequestId
+from tandem.core.values import RequestId
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.clock import Clock
 from tandem.simulator.faults.fault_schedule import FaultSchedule
 from tandem.simulator.faults.options import Options
-from tandem.simulator.scenario.parse import chance_words, json_word, ns_text, settings_words
+from tandem.simulator.scenario.parse import FOR_GOOD_NS, chance_words, json_word, ns_text, settings_words
 from tandem.simulator.scenario.prompts import Namer
 from tandem.simulator.scenario.script import NodeLine, OrderLine, RequestLine, ScheduledLine, Script
 from tandem.simulator.world import World
 
 MICROSECOND = 1000
-FOR_GOOD_NS = 3600 * SECOND
 
 
 @dataclass(slots=True)
