@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from loop_waits import until
 from tandem.server.api import accept
 from tandem.server.api.accept import PER_TURN, BoundedServer
 from tandem.server.api.connections import ENDING, BoundedHttp1, ConnectionBounds
@@ -60,12 +61,6 @@ def serves(story: Story, *, sock: Callable[[], socket.socket] | None = None, **l
                 await serving
 
     asyncio.run(main())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def answer(client: socket.socket) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 from api_fakes import REPLICA, FakeNode, says
 
+from loop_waits import until
 from tandem.core import commands, events
 from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.settings import PrefillInfo
@@ -45,13 +46,6 @@ def client_and_node(*, is_ready: bool = True) -> tuple[NodeClient, FakeNode]:
     if is_ready:
         client.receive(wire.NodeReady(REPLICA, 10, 10))
     return client, node
-
-
-async def until(condition: Callable[[], object], *, seconds: float = 4.0) -> None:
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.005)
 
 
 async def serving(app: Any, story: Callable[[int], Any]) -> None:

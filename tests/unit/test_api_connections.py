@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from api_fakes import Script, says, world
 
+from loop_waits import until
 from tandem.core.events import AbortRequested
 from tandem.server.api import connections
 from tandem.server.api.accept import BoundedServer
@@ -80,12 +81,6 @@ async def serving(app: Any, bounds: ConnectionBounds) -> AsyncIterator[Port]:
     finally:
         server.should_exit = server.force_exit = True
         await task
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def serves(story: Callable[[Port], Awaitable[None]], app: Any = None, **limits: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from api_fakes import Script, World, ids, sse, world
 from starlette.types import Message
 
+from loop_waits import until
 from tandem.core import commands, events
 from tandem.core.commands import FinishReason
 from tandem.core.request import Request
@@ -267,13 +268,6 @@ def test_a_bug_of_ours_is_a_500_in_the_same_shape_and_ends_the_request() -> None
 
 def silent() -> Callable[[Any, Any], Script]:
     return lambda request, payload: Script(is_silent=True)
-
-
-async def until(condition: Callable[[], object], *, seconds: float = 2.0) -> None:
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "the condition did not come true"
-        await asyncio.sleep(0)
 
 
 def run(story: Callable[[World, httpx.AsyncClient], Any], w: World) -> None:

@@ -11,6 +11,7 @@ import pytest
 from api_fakes import REPLICA, Script, World, ids, world
 from starlette.types import Message
 
+from loop_waits import until
 from tandem.core import events
 from tandem.core.request import Request
 from tandem.core.values import SECOND, Cause, Nanos, RequestId
@@ -387,13 +388,6 @@ def fill(client: NodeClient) -> None:
 
 def raises(*_: object) -> None:
     raise ZeroDivisionError("told to")
-
-
-async def until(condition: Callable[[], object], *, seconds: float = 5.0) -> None:
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "the condition did not come true"
-        await asyncio.sleep(0)
 
 
 class Call:

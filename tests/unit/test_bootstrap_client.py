@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from api_fakes import REPLICA
 
+from loop_waits import until
 from tandem.core import events
 from tandem.core.settings import LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, ZERO_NS, Address, Incarnation, Nanos, Room
@@ -86,16 +87,11 @@ class Asker:
         self.found: list[Event] = []
         self.it = BootstrapClient(Hosts(), own=lambda: REPLICA, report=self.found.append, **settings)
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.001)
-
     async def learned(self, address: Address, dp_rank: int | None = None) -> list[Event]:
         """What one question brings."""
         self.found.clear()
         self.it.learn(address, dp_rank)
-        await self.until(lambda: any(not isinstance(event, wire.Connect) for event in self.found))
+        await until(lambda: any(not isinstance(event, wire.Connect) for event in self.found))
         return list(self.found)
 
 
@@ -234,7 +230,7 @@ def test_a_hostile_answer_about_rooms_answers_the_room_with_nothing(body: bytes)
     async def story(asker: Asker) -> None:
         async with server(says(ok(body))) as address:
             asker.it.ask_rank(address, Room(7))
-            await asker.until(lambda: len(asker.found) == 2)
+            await until(lambda: len(asker.found) == 2)
             assert isinstance(asker.found[0], events.PeerUnknown)
             assert asker.found[1] == events.DpRankAnswered(address, Room(7), None)
 
@@ -245,7 +241,7 @@ def test_ranks_of_rooms_that_nobody_asked_for_are_not_taken() -> None:
     async def story(asker: Asker) -> None:
         async with server(says(ok(b'{"7":1,"8":0}'))) as address:
             asker.it.ask_rank(address, Room(7))
-            await asker.until(lambda: asker.found)
+            await until(lambda: asker.found)
             assert asker.found == [events.DpRankAnswered(address, Room(7), 1)]
 
     asks(story)
@@ -255,7 +251,7 @@ def test_with_the_ranks_of_rooms_comes_what_the_prefill_says_of_itself() -> None
     async def story(asker: Asker) -> None:
         async with server(says(ok(b"{}", 'X-Tandem-Prefill: {"dp_size":3,"method":"round_robin"}'))) as address:
             asker.it.ask_rank(address, Room(7))
-            await asker.until(lambda: asker.found)
+            await until(lambda: asker.found)
             prefill = PrefillInfo(3, LoadBalanceMethod.ROUND_ROBIN)
             assert asker.found == [events.DpRankAnswered(address, Room(7), None, prefill)]
 
@@ -267,7 +263,7 @@ def test_a_hostile_word_about_the_prefill_answers_the_room_with_nothing(said: st
     async def story(asker: Asker) -> None:
         async with server(says(ok(b'{"7":1}', f"X-Tandem-Prefill: {said}"))) as address:
             asker.it.ask_rank(address, Room(7))
-            await asker.until(lambda: len(asker.found) == 2)
+            await until(lambda: len(asker.found) == 2)
             assert isinstance(asker.found[0], events.PeerUnknown)
             assert asker.found[1] == events.DpRankAnswered(address, Room(7), None)
 
@@ -314,7 +310,7 @@ def test_the_oldest_silent_address_makes_room_once_it_had_time_to_answer() -> No
             asker.it.learn(younger, None)
             await asyncio.sleep(0)
             asker.it.learn(new, None)
-            await asker.until(lambda: len(asker.found) == 3)
+            await until(lambda: len(asker.found) == 3)
             assert {type(event).__name__: event.address for event in asker.found} == {
                 "PeerUnknown": oldest,
                 "Connect": new,
@@ -335,7 +331,7 @@ def test_one_question_at_a_time_goes_to_an_address_and_its_silence_answers_all()
         async with server(counted) as address:
             for dp_rank in (None, 0, 1, 1, None):
                 asker.it.learn(address, dp_rank)
-            await asker.until(lambda: len(asker.found) == 3)
+            await until(lambda: len(asker.found) == 3)
             assert [event.dp_rank for event in asker.found if isinstance(event, events.PeerUnknown)] == [None, 0, 1]
         assert len(connections) == 3, "a server that closes the connection answers; it is asked for the others too"
 
@@ -345,7 +341,7 @@ def test_one_question_at_a_time_goes_to_an_address_and_its_silence_answers_all()
         async with server(silent) as address:
             for dp_rank in (None, 0, 1):
                 asker.it.learn(address, dp_rank)
-            await asker.until(lambda: len(asker.found) == 3)
+            await until(lambda: len(asker.found) == 3)
             assert {event.detail.partition(": ")[2] for event in asker.found} == {"no answer within 0.05 s"}  # type: ignore[union-attr]  # all are PeerUnknown
 
     asks(silence, answer_s=0.05)

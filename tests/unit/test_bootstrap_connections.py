@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from loop_waits import until
 from tandem.core.bootstrap_registry import BootstrapRegistry, Registration
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Incarnation
@@ -61,12 +62,6 @@ async def serving(bounds: ConnectionBounds, bodies: BodyStore) -> AsyncIterator[
     finally:
         server.should_exit = server.force_exit = True
         await task
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def serves(story: Callable[[Port], Awaitable[None]], *, bodies: BodyStore | None = None, **bounds: Any) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 import tandem
+from loop_waits import until
 from tandem.config import ServerConfig
 from tandem.core.commands import FailRequest
 from tandem.core.request import Request
@@ -109,13 +110,6 @@ def listening(**changes: object) -> Iterator[Listeners]:
         yield listeners
     finally:
         listeners.close()
-
-
-async def until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.005)
 
 
 def test_a_prefill_is_registered_while_it_drains_and_no_more_when_it_has() -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
+from loop_waits import until
 from tandem.server.api.resolver import MAX_LOOKUPS, REMEMBERED_S, NoThread, Resolver
 
 
@@ -23,12 +24,6 @@ class NameServer:
         if name.startswith("unknown"):
             raise OSError("no such name")
         return ["10.1.0.4"]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def test_a_silent_name_holds_up_no_other_and_threads_are_bounded() -> None:
