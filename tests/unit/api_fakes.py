@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from starlette.types import Message
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -270,6 +271,52 @@ def world(
         digest_secret=digest_secret,
     )
     return World(nodes[0], client, app, log)
+
+
+class Call:
+    """One POST /v1/completions on the bare ASGI interface. `breaks`: writing to a client that has left fails."""
+
+    def __init__(self, w: World, body: dict, *, breaks: bool = False) -> None:
+        self.messages: list[Message] = []
+        self._breaks = breaks
+        self._left = asyncio.Event()
+        self._body: bytes | None = msgspec.json.encode(body)
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "headers": [],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        self.task = asyncio.get_running_loop().create_task(w.app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._breaks and self._left.is_set():
+            raise OSError("the client has left")
+        self.messages.append(message)
+
+    def leave(self) -> None:
+        self._left.set()
+
+    def body(self) -> bytes:
+        return b"".join(message["body"] for message in self.messages[1:])
+
+    @property
+    def status(self) -> int:
+        return self.messages[0]["status"]
+
+    def error(self) -> dict:
+        return msgspec.json.decode(self.body())["error"]
 
 
 def default_tokenizer() -> Tokenizer:

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from api_fakes import Script, World, ids, sse, world
-from starlette.types import Message
+from api_fakes import Call, Script, World, ids, sse, world
 
 from loop_waits import until
 from tandem.core import commands, events
@@ -278,38 +277,3 @@ def run(story: Callable[[World, httpx.AsyncClient], Any], w: World) -> None:
         await w.client.close()
 
     asyncio.run(main())
-
-
-class Call:
-    """One POST /v1/completions, message by message."""
-
-    def __init__(self, w: World, body: dict) -> None:
-        self.messages: list[Message] = []
-        self._left = asyncio.Event()
-        self._body: bytes | None = msgspec.json.encode(body)
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
-            "query_string": b"",
-            "headers": [],
-            "client": ("127.0.0.1", 1),
-        }
-        self.task = asyncio.get_running_loop().create_task(w.app(scope, self._receive, self._send))
-
-    async def _receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self._left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        self.messages.append(message)
-
-    def leave(self) -> None:
-        self._left.set()
-
-    def body(self) -> bytes:
-        return b"".join(message["body"] for message in self.messages[1:])

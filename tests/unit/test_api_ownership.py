@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from api_fakes import REPLICA, Script, World, ids, world
-from starlette.types import Message
+from api_fakes import REPLICA, Call, Script, World, ids, world
 
 from loop_waits import until
 from tandem.core import events
@@ -388,46 +387,3 @@ def fill(client: NodeClient) -> None:
 
 def raises(*_: object) -> None:
     raise ZeroDivisionError("told to")
-
-
-class Call:
-    """One POST /v1/completions on the bare ASGI interface. `breaks`: writing to a client that has left fails."""
-
-    def __init__(self, w: World, body: dict, *, breaks: bool = False) -> None:
-        self.messages: list[Message] = []
-        self._breaks = breaks
-        self._left = asyncio.Event()
-        self._body: bytes | None = msgspec.json.encode(body)
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
-            "query_string": b"",
-            "headers": [],
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 2),
-        }
-        self.task = asyncio.get_running_loop().create_task(w.app(scope, self._receive, self._send))
-
-    async def _receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self._left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        if self._breaks and self._left.is_set():
-            raise OSError("the client has left")
-        self.messages.append(message)
-
-    def leave(self) -> None:
-        self._left.set()
-
-    @property
-    def status(self) -> int:
-        return self.messages[0]["status"]
-
-    def error(self) -> dict:
-        return msgspec.json.decode(b"".join(message["body"] for message in self.messages[1:]))["error"]
