@@ -80,8 +80,7 @@ EDGES: dict[str, set[str]] = {
     "server": {"server.machines", *SHELLS_USE},
     "simulator": {"server.machines", *SHELLS_USE},
     "simulator.whole": {"server", "server.machines", "simulator", *SHELLS_USE},  # whole servers, their own code
-    "bench": SHELLS_USE,
-    "cli": {"server", "server.machines", "simulator", "simulator.whole", "bench", *SHELLS_USE},
+    "cli": {"server", "server.machines", "simulator", "simulator.whole", *SHELLS_USE},
 }
 CORE_STATE = (
     "state",
@@ -145,7 +144,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("door_config", "config"),
     ("simulator.whole", "simulator.whole"),
     *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server")),
-    *((name, name) for name in ("simulator", "bench", "cli")),
+    *((name, name) for name in ("simulator", "cli")),
 )
 PURE = frozenset(
     {"abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}
