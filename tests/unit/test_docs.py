@@ -7,6 +7,7 @@ test_api_operations.py, the diagrams in tests/test_architecture.py.
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from tandem.config import flags
 from tandem.engine.attention.table import ATTENTION_BACKENDS
 from tandem.engine.models.table import FAMILIES
+from tandem.server.api.access import PAGES as HTTP_PAGES
 from told import Tell
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,7 @@ PARITY = ROOT / "docs" / "sglang-parity.md"
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 CASES = ROOT / "docs" / "pd-cases.md"
 MODELS = ROOT / "docs" / "models.md"
+LAYOUTS = ("server/worker_process.py", "engine/weights.py")
 SECURITY = ROOT / "docs" / "security.md"
 HEADER = ["report", "kind", "name there", "here", "file", "in", "shown by"]
 PROCESSES, SIMULATION, FUNCTION = "processes", "simulation", "function only"
@@ -238,6 +241,24 @@ def test_every_threat_has_an_answer_that_tests_show() -> None:
         assert threat
         assert answer
         assert_it_is_there(words(shown_by))
+
+
+def test_the_page_of_the_protocol_names_every_page_with_its_access_and_every_field_of_a_layout() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    table = text.partition("## 8. Who may ask, over HTTP")[2].partition("| everything else")[0]
+    assert [page for page in HTTP_PAGES if f"`{page}`" not in table] == []
+    keys = {key.value for source in LAYOUTS for key in keys_of(ROOT / "src" / "tandem" / source)}
+    rows = text.partition("| field of a layout |")[2].partition("\n\n")[0]
+    assert [key for key in sorted(keys) if f"`{key}`" not in rows] == []
+
+
+def keys_of(source: Path) -> Iterator[ast.Constant]:
+    """Of the dictionary that its function about layouts returns, and of those within."""
+    functions = (it for it in ast.walk(ast.parse(source.read_text())) if isinstance(it, ast.FunctionDef))
+    (layout,) = (function for function in functions if function.name.endswith("layout_fields"))
+    for node in ast.walk(layout):
+        if isinstance(node, ast.Dict):
+            yield from (key for key in node.keys if isinstance(key, ast.Constant))
 
 
 def test_the_page_of_models_names_every_architecture_and_backend_and_tests_that_exist() -> None:
