@@ -25,6 +25,7 @@ PARITY = ROOT / "docs" / "sglang-parity.md"
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 CASES = ROOT / "docs" / "pd-cases.md"
 MODELS = ROOT / "docs" / "models.md"
+NUMBERS = ROOT / "docs" / "numbers.md"
 LAYOUTS = ("server/worker_process.py", "engine/weights.py")
 SECURITY = ROOT / "docs" / "security.md"
 HEADER = ["report", "kind", "name there", "here", "file", "in", "shown by"]
@@ -241,6 +242,12 @@ def test_every_threat_has_an_answer_that_tests_show() -> None:
         assert threat
         assert answer
         assert_it_is_there(words(shown_by))
+
+
+def test_the_page_of_numbers_names_every_script() -> None:
+    scripts = {file.stem for file in (ROOT / "bench").glob("*.py") if "__main__" in file.read_text()} | {"peers"}
+    table = NUMBERS.read_text().partition("## The scripts")[2]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == scripts
 
 
 def test_the_page_of_the_protocol_names_every_page_with_its_access_and_every_field_of_a_layout() -> None:
