@@ -26,8 +26,8 @@ def drawn(
     """And the exact weight, fp64. 6 bits are kept as 8."""
     half, groups = 1 << (bits - 1), -(-inputs // group)
     codes = torch.randint(-half, half, (outputs, inputs), dtype=torch.int8, generator=draw)
-    scales = torch.rand(outputs, groups, generator=draw) + 0.01
-    added = torch.randn(outputs, groups, generator=draw) if offsets else None
+    scales = (torch.rand(outputs, groups, generator=draw) + 0.01).half()  # packed codes have them as exact as that
+    added = torch.randn(outputs, groups, generator=draw).half() if offsets else None
     of_input = torch.arange(inputs) // group
     exact = codes.double() * scales.double()[:, of_input]
     if added is not None:

@@ -60,7 +60,7 @@ def drawn_kind(weight: Tensor, kernels: Kernels, draw: torch.Generator) -> Linea
     codes = quantized(weight, bits=bits)
     if torch.randint(2, (1,), generator=draw):
         codes = replace(codes, offsets=torch.randn(codes.scales.shape, generator=draw) * codes.scales)
-    return PackedCodes.of(codes, kernels) if is_packed else codes
+    return PackedCodes.of(codes, kernels, weight.dtype) if is_packed else codes
 
 
 @pytest.mark.parametrize("dtype", library.DTYPES, ids=str)

@@ -39,7 +39,7 @@ def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
     kernels = library.opened(name)
     for rows, weight, exact in cases(draw, bits, offsets):
         outputs, inputs = weight.shape
-        packed = PackedCodes.of(weight, kernels)
+        packed = PackedCodes.of(weight, kernels, dtype)
         x = torch.randn(rows, inputs, generator=draw).to(dtype)
         is_rounded = (name, dtype) in library.CODES_IN_ROWS  # a weight, before it is used
         for bias in (None, torch.randn(outputs, generator=draw).to(dtype)):
@@ -67,7 +67,7 @@ def test_libraries_of_one_order_give_the_same_bits(
 ) -> None:
     first, other = (library.opened(name) for name in library.ONE_ORDER)
     for rows, weight, _ in cases(draw, bits, offsets):
-        packed = PackedCodes.of(weight, first)
+        packed = PackedCodes.of(weight, first, dtype)
         x = torch.randn(rows, weight.shape[1], generator=draw).to(dtype)
 
         assert torch.equal(first.linear(x, packed, None), other.linear(x, packed, None))
@@ -83,13 +83,14 @@ def test_a_weight_is_not_rounded_to_bf16(name: str, bits: int, offsets: bool, dr
     group, outputs, inputs = 32, 40, 96
     half = 1 << (bits - 1)
     codes = torch.randint(-half, half, (outputs, inputs), dtype=torch.int8, generator=draw)
-    scales = 1 + torch.randint(1, 1 << 10, (outputs, 1), generator=draw).repeat(1, inputs // group) / (1 << 12)
-    added = torch.randint(1, 1 << 12, (outputs, 1), generator=draw).repeat(1, inputs // group) / (1 << 12)
+    scales = 1 + torch.randint(1, 1 << 10, (outputs, 1), generator=draw).repeat(1, inputs // group) / (1 << 10)
+    added = torch.randint(1, 1 << 11, (outputs, 1), generator=draw).repeat(1, inputs // group) / (1 << 11)
     packed = PackedCodes.of(
         QuantizedWeight.of(
             codes, scales, added if offsets else None, bits=max(bits, 4) if bits != 6 else 8, group=group
         ),
         kernels,
+        torch.bfloat16,
     )
     x = torch.zeros(13, inputs)
     x[:, 5] = x[:, 70] = 1.0
@@ -101,11 +102,14 @@ def test_a_weight_is_not_rounded_to_bf16(name: str, bits: int, offsets: bool, dr
 
 
 @pytest.mark.parametrize(("bits", "offsets"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_codes_are_found_again(name: str, bits: int, offsets: bool, draw: torch.Generator) -> None:
+def test_the_codes_are_found_again(
+    name: str, dtype: torch.dtype, bits: int, offsets: bool, draw: torch.Generator
+) -> None:
     kernels = library.opened(name)
     for _, weight, _ in cases(draw, bits, offsets):
-        packed = PackedCodes.of(weight, kernels)
+        packed = PackedCodes.of(weight, kernels, dtype)
 
         assert packed.shape == weight.shape
         assert packed.bits == bits or weight.shape[0] * weight.shape[1] < 100, "codes of 8 bits may be small by chance"
@@ -114,6 +118,34 @@ def test_the_codes_are_found_again(name: str, bits: int, offsets: bool, draw: to
         rows = weight.plain(torch.bfloat16, first=first)
         assert torch.equal(packed.plain(torch.bfloat16, first=first), rows)
         assert torch.equal(kernels.plain_rows(packed, first, torch.empty_like(rows)), rows)
+
+
+@pytest.mark.parametrize("times", [1.0, 2.0**-60, 2.0**60])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_scales_have_the_bits_of_fp16_beside_bf16_and_the_range_of_fp32(
+    name: str, times: float, draw: torch.Generator
+) -> None:
+    kernels = library.opened(name)
+    codes = torch.randint(-32, 32, (40, 96), dtype=torch.int8, generator=draw)
+    codes[codes == 0] = 1
+    scales = (torch.rand(40, 6, generator=draw) + 0.1) * torch.tensor([1.0, 1e-3, 1e3, 1e-3, 0.1, 10.0]) * times
+    weight = QuantizedWeight.of(codes, scales, None, bits=8, group=16)
+    exact = weight.plain(torch.float32).double()
+
+    whole = PackedCodes.of(weight, kernels, torch.float32)
+    assert torch.equal(whole.plain(torch.float32).double(), exact)
+    packed = PackedCodes.of(weight, kernels, torch.bfloat16)
+    assert packed.values.nbytes == whole.values.nbytes * 7 // 8, "6 and 1 bits a weight, and not 6 and 2"
+    for found in (packed.plain(torch.float32), kernels.plain_rows(packed, 0, torch.empty(40, 96))):
+        assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-11).all()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_scales_of_nothing_are_packed(name: str) -> None:
+    weight = QuantizedWeight.of(torch.zeros(5, 32, dtype=torch.int8), torch.zeros(5, 1), None, bits=4, group=32)
+    packed = PackedCodes.of(weight, library.opened(name), torch.bfloat16)
+
+    assert not packed.plain(torch.float32).any()
 
 
 @pytest.mark.skipif(not VARIANTS, reason="no libraries")
@@ -130,7 +162,7 @@ def test_offsets_of_groups_of_sixteen_are_not_packed(draw: torch.Generator, monk
 @pytest.mark.parametrize("name", VARIANTS)
 def test_where_no_kernel_takes_the_rows_torch_multiplies_them(name: str, draw: torch.Generator) -> None:
     weight, exact = drawn(draw, 70, 130, bits=4, group=32, offsets=True)
-    packed = PackedCodes.of(weight, library.opened(name))
+    packed = PackedCodes.of(weight, library.opened(name), torch.bfloat16)
     x = torch.randn(130, 9, generator=draw).bfloat16().T
     assert library.fitting(x) is None, "rows that do not lie one after the other"
 

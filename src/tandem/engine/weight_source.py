@@ -85,7 +85,7 @@ class WeightSource:
             return PackedWeight.of(weight, kernels)
         if kernels is not None and isinstance(weight, QuantizedWeight) and kernels.packs_codes(self.dtype, weight):
             self.packed_bytes.append((weight.codes.data_ptr(), weight.codes.nbytes))
-            return PackedCodes.of(weight, kernels)
+            return PackedCodes.of(weight, kernels, self.dtype)
         self._has_rows = True
         return weight
 

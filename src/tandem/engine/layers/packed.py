@@ -4,12 +4,16 @@
 In rows a weight is the mapped file, which every engine on a machine shares; packed, it is memory of one process.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tandem.engine.native import library
+
+TOGETHER = 8  # inputs, whose codes are whole lines of the cache
+HALF_EXPONENT, LEAST_EXPONENT = 15, -126  # of the largest fp16, and the least fp32
 
 
 class Packed:
@@ -56,6 +60,10 @@ class PackedWeight(Packed):
     def has_offsets(self) -> bool:
         return False
 
+    @property
+    def unit(self) -> float:
+        return 0.0
+
     def plain(self, dtype: torch.dtype, *, first: int = 0, count: int | None = None) -> Tensor:
         """Rows [first, first + count), [count, inputs]; by torch"""
         together, (outputs, inputs) = library.PACKED_MULTIPLE, self.shape
@@ -70,19 +78,21 @@ class PackedWeight(Packed):
 class PackedCodes(Packed):
     values: Tensor  # [blocks of outputs, groups, bytes] uint8: scales, offsets and codes of a group
     shape: tuple[int, int]  # outputs, inputs
-    bits: int  # 8, 6: of eight that need no more, or 4
+    bits: int  # 8, 6 where eight need no more, or 4
     group: int
     has_offsets: bool
+    unit: float  # whose multiples scales and offsets are, as fp16; 0: they are fp32
 
     @classmethod
-    def of(cls, weight: library.Codes, kernels: library.Kernels) -> "PackedCodes":
-        """weight: codes in rows, [outputs, inputs]"""
+    def of(cls, weight: library.Codes, kernels: library.Kernels, dtype: torch.dtype) -> "PackedCodes":
+        """weight: codes in rows, [outputs, inputs]; dtype: that is computed with"""
         assert weight.scales is not None
         together, (outputs, inputs) = library.PACKED_MULTIPLE, weight.shape
         bits = 6 if weight.bits == 8 and _fit_six_bits(weight.codes.view(torch.int8)) else weight.bits
-        head = (1 + weight.has_offsets) * 4 * together
-        size = (-(-outputs // together), -(-inputs // weight.group), head + weight.group * together * weight.bits // 8)
-        packed = cls(torch.empty(size, dtype=torch.uint8), weight.shape, bits, weight.group, weight.has_offsets)
+        unit = unit_of(weight.scales, weight.offsets) if dtype == torch.bfloat16 else 0.0
+        head = (1 + weight.has_offsets) * (2 if unit else 4) * together
+        size = (-(-outputs // together), -(-inputs // weight.group), head + weight.group * together * bits // 8)
+        packed = cls(torch.empty(size, dtype=torch.uint8), weight.shape, bits, weight.group, weight.has_offsets, unit)
         kernels.pack_codes(weight, packed)
         return packed
 
@@ -96,8 +106,9 @@ class PackedCodes(Packed):
         end = outputs if count is None else first + count
         begin = first // together
         some = self.values[begin : -(-end // together)]
-        head = (1 + self.has_offsets) * 4 * together
-        factors = some[..., :head].contiguous().view(torch.float32).view(*some.shape[:2], -1, together)
+        head = (1 + self.has_offsets) * (2 if self.unit else 4) * together
+        stored = some[..., :head].contiguous().view(torch.float16 if self.unit else torch.float32)
+        factors = stored.view(*some.shape[:2], -1, together).double() * (self.unit or 1.0)
         values = self._signed(some[..., head:].contiguous()).double() * factors[:, :, 0, :, None]
         if self.has_offsets:
             values += factors[:, :, 1, :, None]
@@ -107,15 +118,24 @@ class PackedCodes(Packed):
     def _signed(self, codes: Tensor) -> Tensor:
         """[blocks, groups, bytes] uint8 to [blocks, groups, outputs of a block, inputs of a group]"""
         together, (blocks, groups, _) = library.PACKED_MULTIPLE, codes.shape
-        if self.bits > 4:
+        if self.bits == 8:
             pairs = codes.view(torch.int8).view(blocks, groups, -1, together, 2)
             return pairs.transpose(2, 3).reshape(blocks, groups, together, self.group)
-        words = codes.view(blocks, groups, -1, together, 2).to(torch.int32)  # of four inputs each
-        words = words[..., 0] | words[..., 1] << 8
-        nibbles = (torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=3) ^ 8) - 8
-        # [..., four inputs, (pair, half of the outputs), (output, input of the pair)]
-        parts = nibbles.view(blocks, groups, -1, 2, 2, together // 2, 2)
+        lines = codes.view(blocks, groups, self.group // TOGETHER, -1, together, 2).to(torch.int32)
+        words = lines[..., 0] | lines[..., 1] << 8
+        found = torch.stack([words[..., :2, :] >> shift & 15 for shift in range(0, 16, 4)], dim=-2).flatten(3, 4)
+        if self.bits == 6:
+            found |= torch.stack([words[..., 2, :] >> shift & 3 for shift in range(0, 16, 2)], dim=-2) << 4
+        sign = 1 << (self.bits - 1)
+        # [..., inputs together, (pair, half of the outputs), (output, input of the pair)]
+        parts = ((found ^ sign) - sign).view(blocks, groups, -1, TOGETHER // 2, 2, together // 2, 2)
         return parts.permute(0, 1, 4, 5, 2, 3, 6).reshape(blocks, groups, together, self.group)
+
+
+def unit_of(*factors: Tensor | None) -> float:
+    """The power of two whose multiples these are in fp16, where the largest one just fits."""
+    largest = max(float(each.abs().max()) for each in factors if each is not None and each.numel())
+    return math.ldexp(1.0, max(math.frexp(largest)[1] - HALF_EXPONENT, LEAST_EXPONENT)) if largest else 1.0
 
 
 def _fit_six_bits(codes: Tensor) -> bool:

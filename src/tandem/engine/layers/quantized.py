@@ -57,6 +57,10 @@ class QuantizedWeight:
         return self.offsets is not None
 
     @property
+    def unit(self) -> float:
+        return 0.0
+
+    @property
     def num_bytes(self) -> int:
         tensors = (self.codes, self.scales, self.offsets)
         return sum(each.numel() * each.itemsize for each in tensors if each is not None)

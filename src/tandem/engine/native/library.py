@@ -63,6 +63,8 @@ class Codes(Protocol):
     @property
     def has_offsets(self) -> bool: ...
     @property
+    def unit(self) -> float: ...
+    @property
     def shape(self) -> tuple[int, int]: ...
 
 
@@ -70,7 +72,7 @@ class LinearView(Structure):
     _fields_ = [
         *(("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)),
         *(("scales", c_void_p), ("offsets", c_void_p), ("bits", c_int64), ("group", c_int64)),
-        *(("is_packed", c_int64), ("has_offsets", c_int64)),
+        *(("is_packed", c_int64), ("has_offsets", c_int64), ("unit", c_double)),
     ]
 
     @classmethod
@@ -81,7 +83,7 @@ class LinearView(Structure):
             assert weight.is_contiguous()
             return cls(weight.data_ptr(), at_bias, *weight.shape)
         scales, offsets = (None if each is None else each.data_ptr() for each in (weight.scales, weight.offsets))
-        values = (scales, offsets, weight.bits, weight.group, weight.is_packed, weight.has_offsets)
+        values = (scales, offsets, weight.bits, weight.group, weight.is_packed, weight.has_offsets, weight.unit)
         return cls(weight.codes.data_ptr(), at_bias, *weight.shape, *values)
 
 

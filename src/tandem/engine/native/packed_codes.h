@@ -1,13 +1,17 @@
 // A weight of few bits in the order in which it is read: blocks of BLOCK outputs, in each the groups of inputs one after
 // the other, of each group the scales of all outputs, their offsets if there are some, and then the codes:
 //
-//     [ceil(outputs / BLOCK)][groups] { float scales[BLOCK]; float offsets[BLOCK]; codes of `group` inputs }
+//     [ceil(outputs / BLOCK)][groups] { scales[BLOCK]; offsets[BLOCK]; codes of `group` inputs }
 //
-//     8, 6 bits   a byte each: of every pair of inputs those of all outputs, [group / 2][BLOCK][2]
+//     8 bits      a byte each: of every pair of inputs those of all outputs, [group / 2][BLOCK][2]
 //     4 bits      two pairs are a line of the cache, 32 words of 16 bits: of word j the bits from 4 * i on are of pair
-//                 i / 2, of output 16 * (i % 2) + j / 2 and input j % 2; negative ones are stored as 8 .. 15
+//                 i / 2, of output 16 * (i % 2) + j / 2 and input j % 2
+//     6 bits      four pairs are three lines: the lowest four bits of each code, as above, and a line of the other two,
+//                 of whose word j the bits from 2 * i on are of pair i / 2, of the same output and input
 //
-// A lane is an output, as of `packed.h`, and all of a block is read from its beginning to its end.
+// Negative codes of 4 and 6 bits are their lowest bits. Scales and offsets are fp32, or fp16 times `unit`, a power of two
+// that brings the largest into its range. A lane is an output, as of `packed.h`, and all of a block is read from its
+// beginning to its end.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +23,14 @@
 
 namespace tandem {
 
-inline int64_t coded_bytes(const Linear& layer, int64_t inputs) { return inputs * BLOCK * (layer.bits == 4 ? 4 : 8) / 8; }
+constexpr int64_t CODED_TOGETHER = 8;  // inputs, whose codes are whole lines; groups have a multiple of so many
+
+inline int64_t coded_bytes(const Linear& layer, int64_t inputs) { return inputs * BLOCK * layer.bits / 8; }
 
 // Of the scales of a group, and its offsets
-inline int64_t head_bytes(const Linear& layer) { return (layer.has_offsets ? 2 : 1) * BLOCK * sizeof(float); }
+inline int64_t head_bytes(const Linear& layer) {
+    return (layer.has_offsets ? 2 : 1) * BLOCK * (layer.unit ? sizeof(uint16_t) : sizeof(float));
+}
 
 inline int64_t group_bytes(const Linear& layer) { return head_bytes(layer) + coded_bytes(layer, layer.group); }
 
@@ -40,8 +48,9 @@ struct GroupsOfBlock {
         head = block + begin / of.group * group_bytes(of);
         codes = head + head_bytes(of) + coded_bytes(of, begin % of.group);
     }
-    const float* scales() const { return (const float*)head; }
-    const float* offsets() const { return (const float*)head + BLOCK; }
+    // Of a half of the outputs
+    F16 scales(int half) const { return factors(half); }
+    F16 offsets(int half) const { return factors(2 + half); }
     // Whether the next group begins, as all of this one was passed
     bool enters() {
         if (left) return false;
@@ -50,29 +59,41 @@ struct GroupsOfBlock {
         left = layer.group;
         return true;
     }
+
+  private:
+    F16 factors(int i) const {
+        if (!layer.unit) return load((const float*)head + i * LANES);
+        return load_halves((const uint16_t*)head + i * LANES) * all(float(layer.unit));
+    }
 };
 
 // How many sums of the inputs of a row offsets are multiplied with
 inline int64_t input_sums_size(int64_t inputs) { return ceil_div(inputs, PAIRED_INPUTS); }
 
+// Input k of a lane, of the codes of CODED_TOGETHER inputs
+inline int code_at(const Linear& layer, const char* codes, int64_t k, int64_t lane) {
+    if (layer.bits == 8) return ((const int8_t*)codes)[(k / 2 * BLOCK + lane) * 2 + k % 2];
+    const uint16_t* words = (const uint16_t*)codes + lane % LANES * 2 + k % 2;
+    const int64_t i = k / 2 * 2 + lane / LANES;
+    const int low = words[i / 4 * BLOCK] >> (i % 4 * 4) & 15;
+    if (layer.bits == 4) return (low ^ 8) - 8;
+    return ((low | (words[2 * BLOCK] >> (2 * i) & 3) << 4) ^ 32) - 32;
+}
+
 // Row n of such a weight, to [inputs]: what is in rows gives the same.
 template <class T>
 inline void unpack_codes(const Linear& layer, int64_t n, T* to) {
-    const char* at = (const char*)layer.weight + n / BLOCK * packed_codes_bytes(layer);
-    const int64_t lane = n % BLOCK, half = lane / LANES, word = lane % LANES * 2;
-    for (int64_t first = 0; first < layer.inputs; first += layer.group, at += group_bytes(layer)) {
-        const float* scales = (const float*)at;
-        const float scale = scales[lane], offset = layer.has_offsets ? scales[BLOCK + lane] : 0.0f;
-        const char* codes = at + head_bytes(layer);
+    const char* block = (const char*)layer.weight + n / BLOCK * packed_codes_bytes(layer);
+    const int64_t lane = n % BLOCK;
+    for (int64_t first = 0; first < layer.inputs; first += layer.group) {
+        const GroupsOfBlock groups(layer, block, first);
+        float scales[LANES], offsets[LANES] = {};
+        store(scales, groups.scales(lane / LANES));
+        if (layer.has_offsets) store(offsets, groups.offsets(lane / LANES));
         for (int64_t k = 0; k < std::min(layer.group, layer.inputs - first); k++) {
-            int code;
-            if (layer.bits == 4) {
-                const uint16_t* words = (const uint16_t*)codes + k / 4 * BLOCK;
-                code = (words[word + k % 2] >> (4 * (k / 2 % 2 * 2 + half)) & 15 ^ 8) - 8;
-            } else {
-                code = ((const int8_t*)codes)[(k / 2 * BLOCK + lane) * 2 + k % 2];
-            }
-            set(to[first + k], std::fma(float(code), scale, offset));
+            const char* codes = groups.codes + coded_bytes(layer, k / CODED_TOGETHER * CODED_TOGETHER);
+            const int code = code_at(layer, codes, k % CODED_TOGETHER, lane);
+            set(to[first + k], std::fma(float(code), scales[lane % LANES], offsets[lane % LANES]));
         }
     }
 }
@@ -114,9 +135,33 @@ inline void codes_of_row(const Linear& rows, int64_t n, uint8_t* to) {
             }
 }
 
+template <class T>
+inline char* put_value(T value, char* to) {
+    std::memcpy(to, &value, sizeof value);
+    return to + sizeof value;
+}
+
+// The codes of CODED_TOGETHER inputs of a block. codes: from the first of them on, of all outputs, `size` apart
+inline void pack_together(const Linear& layer, const uint8_t* codes, int64_t size, char* to) {
+    uint8_t some[CODED_TOGETHER][LANES][2];  // of a pair of inputs and a half of the outputs each
+    for (int i = 0; i < CODED_TOGETHER; i++)
+        for (int j = 0; j < LANES; j++) std::memcpy(some[i][j], codes + (i % 2 * LANES + j) * size + i / 2 * 2, 2);
+    if (layer.bits == 8) {
+        std::memcpy(to, some, sizeof some);
+        return;
+    }
+    uint16_t words[3][BLOCK] = {};
+    for (int i = 0; i < CODED_TOGETHER; i++)
+        for (int j = 0; j < BLOCK; j++) {
+            const int code = some[i][j / 2][j % 2];
+            words[i / 4][j] |= uint16_t((code & 15) << (i % 4 * 4));
+            words[2][j] |= uint16_t((code >> 4 & 3) << (2 * i));
+        }
+    std::memcpy(to, words, coded_bytes(layer, CODED_TOGETHER));
+}
+
 // Outputs from n on of a weight of codes in rows, to a block of `layer`, which is like it otherwise.
 inline void pack_codes(const Linear& rows, const Linear& layer, int64_t n, char* to) {
-    constexpr int HALF = LANES;  // of the outputs
     const int64_t groups = ceil_div(layer.inputs, layer.group), inputs = groups * layer.group;
     const int64_t size = ceil_div(inputs, PACKED_INPUTS) * PACKED_INPUTS;
     const int count = int(std::min<int64_t>(BLOCK, rows.outputs - n));
@@ -124,31 +169,18 @@ inline void pack_codes(const Linear& rows, const Linear& layer, int64_t n, char*
     uint8_t* codes = (uint8_t*)memory.get(BLOCK * size);
     std::memset(codes, 0, BLOCK * size);
     for (int i = 0; i < count; i++) codes_of_row(rows, n + i, codes + i * size);
-    for (int64_t k = 0; k < inputs; k += 4) {
+    for (int64_t k = 0; k < inputs; k += CODED_TOGETHER, to += coded_bytes(layer, CODED_TOGETHER)) {
         if (k % layer.group == 0) {
             auto put = [&](const float* from) {
-                float some[BLOCK] = {};
-                for (int i = 0; i < count; i++) some[i] = from[(n + i) * groups + k / layer.group];
-                std::memcpy(to, some, sizeof some);
-                to += sizeof some;
+                for (int i = 0; i < BLOCK; i++) {
+                    const float factor = i < count ? from[(n + i) * groups + k / layer.group] : 0.0f;
+                    to = layer.unit ? put_value(_cvtss_sh(float(factor / layer.unit), 0), to) : put_value(factor, to);
+                }
             };
             put(rows.scales);
             if (layer.has_offsets) put(rows.offsets);
         }
-        uint8_t some[4][HALF][2];  // of two pairs, and of both halves of the outputs
-        for (int i = 0; i < 4; i++)
-            for (int j = 0; j < HALF; j++) std::memcpy(some[i][j], codes + (i % 2 * HALF + j) * size + k + i / 2 * 2, 2);
-        if (layer.bits == 4) {
-            uint16_t words[BLOCK];
-            for (int j = 0; j < BLOCK; j++) {
-                words[j] = 0;
-                for (int i = 0; i < 4; i++) words[j] |= uint16_t((some[i][j / 2][j % 2] & 15) << (4 * i));
-            }
-            std::memcpy(to, words, sizeof words);
-        } else {
-            std::memcpy(to, some, sizeof some);
-        }
-        to += coded_bytes(layer, 4);
+        pack_together(layer, codes + k, size, to);
     }
 }
 

@@ -17,25 +17,44 @@ namespace tandem {
 
 // --- codes as bf16, of sixteen outputs and a pair of inputs at a time ------------------------------------------------------
 //
-// `read(at, i)` of two pairs that begin at `at`: i / 2 is the pair, i % 2 which outputs. PAIR_BYTES: of all outputs.
+// `read(at, i)` of the CODED_TOGETHER inputs that begin at `at`: i / 2 is the pair, i % 2 which outputs. BYTES: of these
+// inputs, of all outputs.
 
 struct SixteenBits {
-    static constexpr int64_t PAIR_BYTES = BLOCK * 2 * sizeof(bf16);
+    static constexpr int64_t BYTES = CODED_TOGETHER * BLOCK * sizeof(bf16);
     __m512bh read(const char* at, int i) const { return (__m512bh)_mm512_load_si512(at + i * LINE_BYTES); }
 };
 
 // What a piece of a group has read is in the first cache, so it may be read in parts.
 struct EightBitCodes {
-    static constexpr int64_t PAIR_BYTES = BLOCK * 2;
+    static constexpr int64_t BYTES = CODED_TOGETHER * BLOCK;
     __m512bh read(const char* at, int i) const {
         const auto* codes = (const int8_t*)at + i * BLOCK;
         return _mm512_cvtne2ps_pbh(load(codes + LANES).v, load(codes).v);
     }
 };
 
+struct FourBitCodes {
+    static constexpr int64_t BYTES = CODED_TOGETHER * BLOCK / 2;
+    __m512i values;  // twice: a lookup takes five bits
+
+    FourBitCodes() {
+        alignas(64) bf16 some[32];
+        for (int i = 0; i < 32; i++) some[i] = to_bf16(float(i % 16 < 8 ? i % 16 : i % 16 - 16));
+        values = _mm512_load_si512(some);
+    }
+    __m512bh read(const char* at, int i) const { return (__m512bh)_mm512_permutexvar_epi16(lowest_four(at, i), values); }
+
+    // Of each word; whatever is above them
+    static __m512i lowest_four(const char* at, int i) {
+        return _mm512_srli_epi16(_mm512_load_si512(at + i / 4 * LINE_BYTES), i % 4 * 4);
+    }
+};
+
 struct SixBitCodes {
-    static constexpr int64_t PAIR_BYTES = BLOCK * 2;
+    static constexpr int64_t BYTES = CODED_TOGETHER * BLOCK * 6 / 8;
     __m512i positive, negative;
+    __m512i four = _mm512_set1_epi16(15);
 
     SixBitCodes() {
         alignas(64) bf16 values[64];
@@ -44,22 +63,11 @@ struct SixBitCodes {
         negative = _mm512_load_si512(values + 32);
     }
     __m512bh read(const char* at, int i) const {
-        const __m512i words = _mm512_cvtepi8_epi16(_mm256_load_si256((const __m256i*)(at + i * BLOCK)));
+        constexpr int LOW_WHERE_SET = 0xe4;  // else `high`
+        const __m512i low = FourBitCodes::lowest_four(at, i), others = _mm512_load_si512(at + 2 * LINE_BYTES);
+        const __m512i high = i < 2 ? _mm512_slli_epi16(others, 4 - 2 * i) : _mm512_srli_epi16(others, 2 * i - 4);
+        const __m512i words = _mm512_ternarylogic_epi32(low, high, four, LOW_WHERE_SET);
         return (__m512bh)_mm512_permutex2var_epi16(positive, words, negative);
-    }
-};
-
-struct FourBitCodes {
-    static constexpr int64_t PAIR_BYTES = BLOCK;
-    __m512i values;  // twice: a lookup takes five bits
-
-    FourBitCodes() {
-        alignas(64) bf16 some[32];
-        for (int i = 0; i < 32; i++) some[i] = to_bf16(float(i % 16 < 8 ? i % 16 : i % 16 - 16));
-        values = _mm512_load_si512(some);
-    }
-    __m512bh read(const char* at, int i) const {
-        return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_load_si512(at), 4 * i), values);
     }
 };
 
@@ -96,14 +104,14 @@ inline void add(float* to, __m512 sum, __m512 factor) {
 template <class Codes, int ROWS>
 __attribute__((noinline)) void micro_codes(const bf16* x, const Codes& codes, const CodedInputs& inputs, const Linear& layer,
                                            Ahead& ahead, float* sums) {
-    constexpr int LINES = LEAST_PIECE / 2 * Codes::PAIR_BYTES / LINE_BYTES;
+    constexpr int LINES = LEAST_PIECE / CODED_TOGETHER * Codes::BYTES / LINE_BYTES;
     const int64_t piece = piece_of(layer);
     GroupsOfBlock groups(layer, inputs.block, inputs.begin);
     const char* at = inputs.widened ? inputs.widened : groups.codes;
     for (int64_t k = inputs.begin; k < inputs.end; groups.left -= piece) {
         if (groups.enters()) {
             if (!inputs.widened) at = groups.codes;
-            ahead.read(layer.has_offsets ? 4 : 2);
+            ahead.read(int(head_bytes(layer) / LINE_BYTES));
         }
         __m512 low[ROWS], high[ROWS];
 #pragma GCC unroll 12  // here and below, or the compiler keeps the sums in memory
@@ -111,9 +119,9 @@ __attribute__((noinline)) void micro_codes(const bf16* x, const Codes& codes, co
         for (const int64_t end = std::min(k + piece, inputs.end); k < end; k += LEAST_PIECE) {
             const bf16* from = x + k / PAIRED_INPUTS * PAIRED_INPUTS * ROWS + k % PAIRED_INPUTS;
             ahead.read(LINES);
-            for (const bf16* last = from + LEAST_PIECE; from < last; from += 4, at += 2 * Codes::PAIR_BYTES)
-#pragma GCC unroll 2
-                for (int pair = 0; pair < 2; pair++) {
+            for (const bf16* last = from + LEAST_PIECE; from < last; from += CODED_TOGETHER, at += Codes::BYTES)
+#pragma GCC unroll 4
+                for (int pair = 0; pair < CODED_TOGETHER / 2; pair++) {
                     const auto some = in_register(codes.read(at, 2 * pair));
                     const auto others = in_register(codes.read(at, 2 * pair + 1));
 #pragma GCC unroll 12
@@ -126,11 +134,11 @@ __attribute__((noinline)) void micro_codes(const bf16* x, const Codes& codes, co
                     }
                 }
         }
-        const float* scales = groups.scales();
+        const __m512 scales = groups.scales(0).v, others = groups.scales(1).v;
 #pragma GCC unroll 12
         for (int j = 0; j < ROWS; j++) {
-            add(sums + j * BLOCK, low[j], _mm512_load_ps(scales));
-            add(sums + j * BLOCK + LANES, high[j], _mm512_load_ps(scales + LANES));
+            add(sums + j * BLOCK, low[j], scales);
+            add(sums + j * BLOCK + LANES, high[j], others);
         }
     }
 }
@@ -148,8 +156,7 @@ __attribute__((noinline)) void micro_offsets(const float* of, const CodedInputs&
     GroupsOfBlock groups(layer, inputs.block, inputs.begin);
     for (int64_t k = inputs.begin; k < inputs.end; k += PAIRED_INPUTS, groups.left -= PAIRED_INPUTS) {
         groups.enters();
-        const float* offsets = groups.offsets();
-        const __m512 offset = in_register(_mm512_load_ps(offsets)), other = in_register(_mm512_load_ps(offsets + LANES));
+        const __m512 offset = in_register(groups.offsets(0).v), other = in_register(groups.offsets(1).v);
 #pragma GCC unroll 12
         for (int j = 0; j < ROWS; j++) {
             const __m512 sum = in_register(_mm512_set1_ps(of[j * size + k / PAIRED_INPUTS]));
@@ -177,10 +184,11 @@ template <class Codes>
 inline void widen_codes(const Codes& codes, const CodedInputs& inputs, const Linear& layer, char* to) {
     GroupsOfBlock groups(layer, inputs.block, inputs.begin);
     const int64_t end = ceil_div(inputs.end, LEAST_PIECE) * LEAST_PIECE;
-    for (int64_t k = inputs.begin; k < end; k += 4, groups.left -= 4, groups.codes += 2 * Codes::PAIR_BYTES) {
+    for (int64_t k = inputs.begin; k < end; k += CODED_TOGETHER, groups.left -= CODED_TOGETHER, groups.codes += Codes::BYTES) {
         groups.enters();
-#pragma GCC unroll 4
-        for (int part = 0; part < 4; part++, to += LINE_BYTES) _mm512_store_si512(to, (__m512i)codes.read(groups.codes, part));
+#pragma GCC unroll 8
+        for (int part = 0; part < CODED_TOGETHER; part++, to += LINE_BYTES)
+            _mm512_store_si512(to, (__m512i)codes.read(groups.codes, part));
     }
 }
 
@@ -198,8 +206,8 @@ inline void products_packed_codes(const bf16* x, const float* of, int rows, int 
                 micro_codes_rows(x, of, rows, codes, {weight, nullptr, k, part(k)}, layer, ahead, sums);
             return;
         }
-        alignas(64) char widened[PART_INPUTS / 2 * SixteenBits::PAIR_BYTES];
-        Ahead ahead(nullptr, next, 0, bytes, int(ceil_div(rows, tile) * (layer.bits == 4 ? 4 : 2)));
+        alignas(64) char widened[PART_INPUTS / CODED_TOGETHER * SixteenBits::BYTES];
+        Ahead ahead(nullptr, next, 0, bytes, int(ceil_div(rows, tile) * (16 / layer.bits)));
         for (int64_t k = 0; k < layer.inputs; k += PART_INPUTS) {
             const CodedInputs inputs{weight, widened, k, part(k)};
             widen_codes(codes, inputs, layer, widened);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "ahead.h"
 #include "packed_codes.h"
@@ -22,9 +23,14 @@ struct I16 {
 
 inline I16 load_numbers(const char* p) { return {_mm512_loadu_si512(p)}; }
 inline I16 load_words(const char* p) { return {_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p))}; }
-inline F16 code_of(I16 a, int left, int right) {  // shifted by so many bits
-    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(a.v, left), right))};
+inline I16 shifted(I16 a, int left) {
+    return {left < 0 ? _mm512_srli_epi32(a.v, -left) : _mm512_slli_epi32(a.v, left)};
 }
+inline I16 with_highest_two(I16 a, I16 two) {
+    constexpr int SECOND_WHERE_SET = 0xd8;
+    return {_mm512_ternarylogic_epi32(a.v, two.v, _mm512_set1_epi32(int(3u << 30)), SECOND_WHERE_SET)};
+}
+inline F16 highest(I16 a, int bits) { return {_mm512_cvtepi32_ps(_mm512_srai_epi32(a.v, 32 - bits))}; }  // signed
 
 #else
 
@@ -39,9 +45,17 @@ inline I16 load_words(const char* p) {
     return {_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p)),
             _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(p + 16)))};
 }
-inline F16 code_of(I16 x, int left, int right) {
-    return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x.a, left), right)),
-            _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x.b, left), right))};
+inline I16 shifted(I16 x, int left) {
+    if (left < 0) return {_mm256_srli_epi32(x.a, -left), _mm256_srli_epi32(x.b, -left)};
+    return {_mm256_slli_epi32(x.a, left), _mm256_slli_epi32(x.b, left)};
+}
+inline __m256i with_highest_two(__m256i x, __m256i two) {
+    const __m256i which = _mm256_set1_epi32(int(3u << 30));
+    return _mm256_or_si256(_mm256_andnot_si256(which, x), _mm256_and_si256(which, two));
+}
+inline I16 with_highest_two(I16 x, I16 two) { return {with_highest_two(x.a, two.a), with_highest_two(x.b, two.b)}; }
+inline F16 highest(I16 x, int bits) {
+    return {_mm256_cvtepi32_ps(_mm256_srai_epi32(x.a, 32 - bits)), _mm256_cvtepi32_ps(_mm256_srai_epi32(x.b, 32 - bits))};
 }
 
 #endif
@@ -56,44 +70,46 @@ struct Factors {
     F16 operator()(F16 code) const { return fma(code, scale, offset); }
 };
 
-// Four inputs of a block, from k on, whose codes begin at `at`. take(input, half of the outputs, weights)
-template <int BITS, class Take>
-__attribute__((always_inline)) inline void plain_inputs(const char* at, const Factors factors[2], int64_t k, const Take& take) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            F16 code;
-            if constexpr (BITS == 4)
-                code = code_of(load_numbers(at), 28 - (16 * (i % 2) + 8 * (i / 2) + 4 * half), 28);
-            else
-                code = code_of(load_words(at + i / 2 * 2 * BLOCK + half * BLOCK), i % 2 ? 0 : 24, i % 2 ? 8 : 24);
-            take(k + i, half, factors[half](code));
-        }
+// Input i of CODED_TOGETHER, whose codes begin at `at`, of a half of the outputs
+template <int BITS>
+__attribute__((always_inline)) inline F16 code_of(const char* at, int i, int half) {
+    if constexpr (BITS == 8) {
+        const I16 words = load_words(at + (i / 2 * 2 + half) * BLOCK);  // two inputs each
+        return highest(shifted(words, i % 2 ? 16 : 24), 8);
+    }
+    const int word = i % 2 * 16, part = i / 2 * 2 + half;
+    const I16 four = load_numbers(at + part / 4 * LINE_BYTES);
+    const int bit = word + part % 4 * 4;
+    if constexpr (BITS == 4) return highest(shifted(four, 28 - bit), 4);
+    const I16 two = shifted(load_numbers(at + 2 * LINE_BYTES), 30 - (word + part * 2));
+    return highest(with_highest_two(shifted(four, 26 - bit), two), 6);
 }
 
 // Inputs [begin, end) of a block, and those behind the end up to a sixteenth
 template <int BITS, class Take>
 __attribute__((always_inline)) inline void plain_part(const char* block, int64_t begin, int64_t end, const Linear& layer,
                                                       Ahead& ahead, const Take& take) {
+    constexpr int BYTES = CODED_TOGETHER * BLOCK * BITS / 8;
     GroupsOfBlock groups(layer, block, begin);
     Factors factors[2];
     auto enter = [&] {
-        for (int half = 0; half < 2; half++) {
-            const F16 offset = layer.has_offsets ? load(groups.offsets() + half * LANES) : zeros();
-            factors[half] = {load(groups.scales() + half * LANES), offset};
-        }
+        for (int half = 0; half < 2; half++)
+            factors[half] = {groups.scales(half), layer.has_offsets ? groups.offsets(half) : zeros()};
     };
     enter();
     Ahead fetched = ahead;  // in registers
-    for (int64_t k = begin; k < ceil_div(end, LANES) * LANES; k += 4, groups.left -= 4) {
+    for (int64_t k = begin; k < ceil_div(end, LANES) * LANES; k += CODED_TOGETHER, groups.left -= CODED_TOGETHER) {
         if (groups.enters()) {
             enter();
-            fetched.read(layer.has_offsets ? 4 : 2);
+            fetched.read(int(head_bytes(layer) / LINE_BYTES));
         }
-        fetched.read(BITS / 4);
-        plain_inputs<BITS>(groups.codes, factors, k, take);
-        groups.codes += BITS * BLOCK / 2;
+        fetched.read(BYTES / LINE_BYTES);
+#pragma GCC unroll 8
+        for (int i = 0; i < CODED_TOGETHER; i++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++)
+                take(k + i, half, factors[half](code_of<BITS>(groups.codes, i, half)));
+        groups.codes += BYTES;
     }
     ahead = fetched;
 }
@@ -209,10 +225,9 @@ inline void products_packed_codes(const float* x, const float*, int rows, int ti
                                   const Linear& layer, const char* next, float* sums) {
     const int64_t bytes = packed_codes_bytes(layer);
     const Ahead ahead(weight, next, bytes, std::min(NEAR_BYTES, bytes), 1);
-    if (layer.bits == 4)
-        products_of_bits<T, 4>(x, rows, tile, weight, layer, ahead, sums);
-    else
-        products_of_bits<T, 8>(x, rows, tile, weight, layer, ahead, sums);
+    const auto with = [&](auto bits) { products_of_bits<T, bits>(x, rows, tile, weight, layer, ahead, sums); };
+    if (layer.bits == 4) return with(std::integral_constant<int, 4>());
+    layer.bits == 6 ? with(std::integral_constant<int, 6>()) : with(std::integral_constant<int, 8>());
 }
 
 }  // namespace tandem

@@ -28,6 +28,7 @@ struct Linear {
     int64_t bits, group;            // of codes; 0: the weight is of the type that is computed with
     int64_t is_packed;              // in the order of `packed.h`, or of `packed_codes.h`
     int64_t has_offsets;            // of packed codes
+    double unit;                    // whose multiples their scales and offsets are, as fp16; 0: they are fp32
 };
 
 template <class T>

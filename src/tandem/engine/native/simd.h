@@ -62,6 +62,7 @@ inline F16 load(const bf16* p) { return widened(_mm256_loadu_si256((const __m256
 inline F16 load(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
+inline F16 load_halves(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
 #if defined(__AVX512BF16__)
 inline __m256i bits_of_bf16(F16 a) { return (__m256i)_mm512_cvtneps_pbh(a.v); }
@@ -118,6 +119,9 @@ inline __m256 widened(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 inline F16 load(const int8_t* p) { return {widened(p), widened(p + 8)}; }
+inline F16 load_halves(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
 inline void store(float* p, F16 x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
