@@ -61,9 +61,9 @@ def numbers_of(tensor: Any) -> Iterator[Numbers]:
         yield dequantized(tensor.data[first : first + ROWS_AT_ONCE], tensor.tensor_type)
 
 
-def coded(tensor: Any, rows: npt.NDArray[np.int64]) -> QuantizedWeight:
-    """These rows of a tensor whose type has a layout."""
-    return _joined([_coded(tensor, rows[at : at + ROWS_AT_ONCE]) for at in range(0, len(rows), ROWS_AT_ONCE)])
+def coded(data: Bytes, kind: Any) -> QuantizedWeight:
+    """Rows of a tensor, whose type has a layout."""
+    return _joined([_coded(data[at : at + ROWS_AT_ONCE], kind) for at in range(0, len(data), ROWS_AT_ONCE)])
 
 
 def _joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
@@ -77,9 +77,8 @@ def _joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-def _coded(tensor: Any, rows: npt.NDArray[np.int64]) -> QuantizedWeight:
-    kind, layout = tensor.tensor_type, LAYOUTS[tensor.tensor_type.name]
-    data: Bytes = tensor.data[rows]
+def _coded(data: Bytes, kind: Any) -> QuantizedWeight:
+    layout = LAYOUTS[kind.name]
 
     def of_groups(numbers: Numbers) -> torch.Tensor:
         return torch.from_numpy(numbers[:, :: layout.group].copy())

@@ -52,16 +52,23 @@ class GgufWeights:
             if (found := tuple(map(int, reversed(tensor.shape)))) != shape:
                 raise ModelError(f"its tensor {tensor.name} is {found}, and {name} of its model {tuple(shape)}")
             rows = self._rows(tensor)
-            if linear and self._dtype == torch.float16 and tensor.tensor_type.name in LAYOUTS:
-                yield from gguf_tensors(linear[1], coded(tensor, rows)).items()
+            if linear and self._stays_coded(tensor):
+                yield from gguf_tensors(linear[1], coded(tensor.data[rows], tensor.tensor_type)).items()
             else:
                 yield name, self._plain(tensor)[rows].contiguous()
         for prefix in self._experts:
             for kind in OF_AN_EXPERT:
                 tensor = self._tensor(f"{prefix}.{kind}")
                 for number, expert in enumerate(tensor.data):
-                    numbers = torch.from_numpy(dequantized(expert, tensor.tensor_type))
-                    yield f"{prefix}.{number}.{kind}.weight", numbers.to(self._dtype)
+                    layer = f"{prefix}.{number}.{kind}"
+                    if self._stays_coded(tensor):
+                        yield from gguf_tensors(layer, coded(expert, tensor.tensor_type)).items()
+                    else:
+                        numbers = torch.from_numpy(dequantized(expert, tensor.tensor_type))
+                        yield f"{layer}.weight", numbers.to(self._dtype)
+
+    def _stays_coded(self, tensor: Any) -> bool:
+        return self._dtype == torch.float16 and tensor.tensor_type.name in LAYOUTS
 
     def _tensor(self, name: str) -> Any:
         """None: there is none."""
