@@ -21,7 +21,7 @@ from tandem.cli.model_source import BUNDLED, find_model
 from tandem.engine.digest_cache import DigestCache
 from tandem.engine.documents import ModelError
 from tandem.engine.gguf_checkpoint import make, one_by_one, save
-from tandem.engine.gguf_settings import complete
+from tandem.engine.gguf_settings import GgufFields, complete
 from tandem.engine.layers.quantized import QuantizedWeight, looked_up
 from tandem.engine.model_config import RopeConfig, parse_config, read_config
 from tandem.engine.weights import load
@@ -289,8 +289,9 @@ def test_no_tensor_is_made_up_or_left_away(tmp_path: Path, says: str | None, wit
         make(tmp_path / "mini.gguf", tmp_path / "made")
 
 
-def reader(tmp_path: Path, architecture: str, fields: dict[str, float | str], tensors: tuple[str, ...] = ()) -> Any:
-    """Of a file that says this."""
+def file_that_says(
+    tmp_path: Path, architecture: str, fields: dict[str, float | str], tensors: tuple[str, ...] = ()
+) -> GgufFields:
     writer = gguf.GGUFWriter(str(tmp_path / "some.gguf"), architecture)
     for name, value in fields.items():
         kind = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING}
@@ -301,10 +302,10 @@ def reader(tmp_path: Path, architecture: str, fields: dict[str, float | str], te
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return gguf.GGUFReader(tmp_path / "some.gguf")
+    return GgufFields(gguf.GGUFReader(tmp_path / "some.gguf"))
 
 
-def completed(config: Any, architecture: str, said: Any) -> Any:
+def completed(config: Any, architecture: str, said: GgufFields) -> Any:
     config.architectures = [architecture]
     complete(config, said)
     return parse_config(json.loads(config.to_json_string()), generation={})
@@ -317,21 +318,21 @@ SMALL = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, 
 def test_scores_of_a_gemma_are_divided_as_llama_cpp_divides_them(
     tmp_path: Path, layers: int, divisor: float | None
 ) -> None:
-    said = reader(tmp_path, "gemma2", {"attn_logit_softcapping": 7.5, "final_logit_softcapping": 3.5})
+    said = file_that_says(tmp_path, "gemma2", {"attn_logit_softcapping": 7.5, "final_logit_softcapping": 3.5})
     config = Gemma2Config(**SMALL, head_dim=12, num_hidden_layers=layers)
     found = completed(config, "Gemma2ForCausalLM", said)
     assert (found.score_divisor, found.attention_cap, found.logit_cap) == (divisor, 7.5, 3.5)
 
 
 def test_positions_of_a_gemma_3_are_stretched_where_it_has_no_window(tmp_path: Path) -> None:
-    said = reader(tmp_path, "gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    said = file_that_says(tmp_path, "gemma3", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
     found = completed(Gemma3TextConfig(**SMALL, head_dim=12), "Gemma3ForCausalLM", said)
     assert found.rope == RopeConfig("linear", 1_000_000.0, {"factor": 8.0})
     assert (found.local_rope, found.score_divisor) == (RopeConfig("default", 10_000.0, {}), None)
 
 
 def test_a_phi_3_has_its_window_its_factors_and_its_part_of_a_head(tmp_path: Path) -> None:
-    said = reader(
+    said = file_that_says(
         tmp_path,
         "phi3",
         {
@@ -363,6 +364,6 @@ def test_a_phi_3_has_its_window_its_factors_and_its_part_of_a_head(tmp_path: Pat
     ids=lambda fields: next(iter(fields)),
 )
 def test_what_would_compute_something_else_is_refused_by_name(tmp_path: Path, fields: dict[str, float | str]) -> None:
-    said = reader(tmp_path, "gemma2", fields)
+    said = file_that_says(tmp_path, "gemma2", fields)
     with pytest.raises(ModelError, match=rf"gemma2\.{next(iter(fields)).rpartition('.')[0]}.* not supported"):
         completed(Gemma2Config(**SMALL, head_dim=12), "Gemma2ForCausalLM", said)

@@ -4176,7 +4176,7 @@ OTHERS = (
     Break(
         "quantised_files_become_plain",
         "engine/gguf_weights.py",
-        "if linear and self._dtype == torch.float16 and tensor.tensor_type.name in LAYOUTS:",
+        "if linear and self._stays_coded(tensor):",
         "if False:",
         GGUF + "quantised_tensors_stay_codes_of_the_numbers_that_the_file_means",
     ),
@@ -4911,7 +4911,7 @@ OTHERS = (
     Break(
         "what_a_gguf_says_of_angles_is_left_out",
         "engine/gguf_checkpoint.py",
-        "    complete(model.config, reader)",
+        "    complete(model.config, said)",
         "    assert model.config",
         "e2e_cpu/test_gguf.py::test_how_a_file_stretches_positions_is_computed",
     ),

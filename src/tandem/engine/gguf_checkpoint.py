@@ -8,7 +8,7 @@ nothing else, as bfloat16 if it has that, or else as float16.
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any  # a configuration and a model of transformers, a reader of gguf
+from typing import Any  # a configuration and a model of transformers
 
 import gguf
 import safetensors.torch
@@ -27,21 +27,20 @@ HEAD = "lm_head.weight"
 def make(file: Path, folder: Path) -> None:
     """Takes memory for all that is stored. Raises ModelError, and whatever the two libraries raise."""
     transformers.utils.logging.disable_progress_bar()
-    reader = gguf.GGUFReader(file)
+    said = GgufFields(gguf.GGUFReader(file))
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    read = read_ourselves if GgufFields(reader).architecture in OURS else read_by_transformers
-    model, weights = read(reader, where, dtype_for({tensor.tensor_type.name for tensor in reader.tensors}))
+    read = read_ourselves if said.architecture in OURS else read_by_transformers
+    model, weights = read(said, where, dtype_for({tensor.tensor_type.name for tensor in said.tensors.values()}))
     model.generation_config.save_pretrained(folder)
     model.config.architectures = [type(model).__name__]
-    complete(model.config, reader)
+    complete(model.config, said)
     save(model.config, weights, folder)
 
 
-def read_ourselves(reader: Any, where: dict[str, str], dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
+def read_ourselves(said: GgufFields, where: dict[str, str], dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
     """A model without memory, and its weights as a checkpoint has them."""
     config: Any = transformers.AutoConfig.from_pretrained(**where)
-    said = GgufFields(reader)
     put_sizes(config, said)
     config.dtype = dtype
     with torch.device("meta"):
@@ -52,16 +51,16 @@ def read_ourselves(reader: Any, where: dict[str, str], dtype: torch.dtype) -> tu
     if config.tie_word_embeddings:
         shapes.pop(HEAD, None)
     weights = GgufWeights(said, config, shapes, dtype)
-    refuse_lost(reader, list(shapes), weights.missing())
+    refuse_lost(said, list(shapes), weights.missing())
     return model, dict(weights.tensors())
 
 
-def read_by_transformers(reader: Any, where: dict[str, str], dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
+def read_by_transformers(said: GgufFields, where: dict[str, str], dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
     """All of them become numbers."""
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, output_loading_info=True)
     model, told = loaded  # of which the library's types do not know
     weights = model.state_dict()
-    refuse_lost(reader, list(weights), sorted(told["missing_keys"]))
+    refuse_lost(said, list(weights), sorted(told["missing_keys"]))
     if model.config.tie_word_embeddings:
         weights.pop(HEAD, None)
     if hasattr(model.config, "quantization_config"):

@@ -48,12 +48,11 @@ class GgufFields:
         return [float(factor) for factor in self.tensors[tensor].data.reshape(-1)]
 
 
-def refuse_lost(reader: Any, names: list[str], missing: list[str]) -> None:
+def refuse_lost(said: GgufFields, names: list[str], missing: list[str]) -> None:
     """names: of the weights of transformers' model; missing: those that it has found no tensor for.
 
     Raises ModelError where a weight is not in the file, or a tensor of the file is nobody's weight.
     """
-    said = GgufFields(reader)
     if missing:
         raise ModelError(f"it has no tensor for {missing[0]} and {len(missing) - 1} other weights of the model")
     known = {FREQS, SHORT, LONG, *_tensors_of(names, said.architecture)}
@@ -86,9 +85,8 @@ def put_sizes(config: Any, said: GgufFields) -> None:
             setattr(config, name, int(said.of(field)))
 
 
-def complete(config: Any, reader: Any) -> None:
+def complete(config: Any, said: GgufFields) -> None:
     """Puts into transformers' configuration what the file says beyond it. Raises ModelError."""
-    said = GgufFields(reader)
     angles = _angles(said)
     if config.architectures[0] in FAMILIES:
         _refuse_unread(said)
