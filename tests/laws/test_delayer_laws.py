@@ -23,6 +23,8 @@ delayers = st.fixed_dictionaries(
     }
 )
 
+CROWD = [(name, 37 * index) for index in range(14) for name in ("local", "local", "turn")]  # some decode, others come
+
 
 def make_batches_dear(life: Life) -> None:
     """So that a gate that tunes itself waits."""
@@ -42,7 +44,7 @@ def test_whatever_happens_every_request_ends_with_the_right_tokens_and_nothing_i
 ) -> None:
     life = Life({**chosen, "delayer": delayer})
     make_batches_dear(life)
-    life.run(script)
+    life.run([*CROWD, *script])
     life.heal()
     assert_nothing_is_held(life.both)
     life.assert_tokens()
@@ -62,7 +64,7 @@ def test_without_faults_every_request_finishes_and_its_ledger_adds_up(
 ) -> None:
     life = Life({**chosen, "num_pages": 64, "max_queued": 10_000, "delayer": delayer})
     make_batches_dear(life)
-    life.run(script)
+    life.run([*CROWD, *script])
     life.world.advance(30 * SECOND)
     life.assert_tokens()
     for asked in life.asked:
@@ -70,11 +72,11 @@ def test_without_faults_every_request_finishes_and_its_ledger_adds_up(
 
 
 @pytest.mark.parametrize("gate", [{"queue_min_ratio": 1.0, "prompt_batch_max": 8}, {"tunes_itself": True}])
-def test_the_scripts_do_hold_prompts(gate: dict) -> None:
+def test_the_crowd_of_each_script_does_hold_prompts(gate: dict) -> None:
     """So that the laws above are about something."""
     life = Life({"num_pages": 64, "delayer": {**gate, "low_watermark": None}})
     make_batches_dear(life)
-    life.run([(name, 37 * index) for index in range(40) for name in ("local", "turn_both")])
+    life.run(CROWD)
     life.heal()
     denied = [reason for replica in life.both for _, _, reason, _ in replica.state.delayer.outcomes]
     assert Reason.DELAY in denied
