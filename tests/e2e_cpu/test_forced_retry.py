@@ -49,6 +49,8 @@ def test_a_forced_request_is_retried_once_with_the_tokens_and_logprobs_of_one_en
     alone = it.decodes[0].generate(PROMPTS[name], max_new_tokens=8, **LOGPROBS)
     assert (alone["meta_info"]["path"], alone["meta_info"]["cached_tokens"]) == ("local", 0)
     assert ours["output_ids"] == alone["output_ids"]
+    scored = [token for score, token, _ in ours["meta_info"]["output_token_logprobs"] if score is not None]
+    assert scored == ours["output_ids"]
     for scores in ("output_token_logprobs", "output_top_logprobs"):
         assert ours["meta_info"][scores] == alone["meta_info"][scores]
     for server in it.servers:
