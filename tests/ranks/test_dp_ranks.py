@@ -65,6 +65,13 @@ def test_every_rank_of_both_sides_says_what_one_engine_says(pair: Cluster) -> No
         eventually(server.is_idle, what=server.states)
 
 
+def test_a_prefill_takes_turns_where_its_flag_says_so(pair: Cluster) -> None:
+    """By room, as it would without the flag, all would be on rank 0."""
+    found = [both_halves_by_room(pair, PROMPTS[number], 100 + 2 * number) for number in range(4)]
+    ranks = [half["meta_info"]["dp_rank"] for half, _ in found]
+    assert ranks in ([0, 1, 0, 1], [1, 0, 1, 0])
+
+
 def test_transfers_may_fail_on_every_rank_of_both_sides_and_no_token_changes(pair: Cluster) -> None:
     """Hooks are told to all ranks; a request that failed is told with its own rank."""
     assert pair.router is not None

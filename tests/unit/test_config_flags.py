@@ -449,6 +449,8 @@ def test_the_flags_of_the_pair_reach_the_node() -> None:
     assert (prefill.result_slots, prefill.park_max_tokens) == (7, 11)
     several_ranks = plain(*PREFILL, "--disaggregation-dp-rank-conflict", "fail")
     assert settings(several_ranks).prefill_info == PrefillInfo(conflict=DpConflictPolicy.FAIL)
+    by_turns = plain(*PREFILL, "--load-balance-method", "round_robin")
+    assert settings(by_turns).prefill_info == PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN)
     retrying = settings(parse(*PREFILL, "--optimistic-prefill-retries", "4"))
     assert (retrying.optimistic, retrying.optimistic_retries) == (OptimisticPolicy.RETRY, 4)
     decode = ("--disaggregation-mode", "decode")
