@@ -93,8 +93,10 @@ def test_a_batch_without_a_number_gets_that_of_the_node() -> None:
 
 
 def test_the_number_is_frozen_in_the_plan_whatever_is_launched_meanwhile() -> None:
-    world = World()
-    world.step(prefill(17))
+    world, first = World(), prefill(17)
+    world.step(first)
+    with pytest.raises(AttributeError):
+        first.plan.iteration = 18  # type: ignore[misc]  # that is what is tried
     for number in range(18, 30):
         world.step(prefill(number))
     world.step(returned(17))
