@@ -6,6 +6,8 @@ With TANDEM_ALL_LINES=1 all are tried.
 import ast
 import os
 import re
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 import pytest
@@ -37,11 +39,44 @@ def test_every_break_is_one_line_that_is_there_and_names_a_test_that_is_there() 
     assert set(SAMPLE) <= {it.name for it in ALL}
 
 
-def test_every_row_that_processes_show_names_a_test_that_fails_under_a_break() -> None:
-    failing = {f"tests/{it.test}" for it in ALL} | {os.path.normpath(f"tests/e2e_cpu/{kill.test}") for kill in KILLS}
+def test_every_row_that_processes_show_has_a_break_of_its_own() -> None:
+    """Under which a test of the row fails. What makes the same file of it is one break, whichever tests it is for."""
+    breaks: defaultdict[Hashable, set[str]] = defaultdict(set)
+    for it in ALL:
+        breaks[it.file, broken_text(it)].add(f"tests/{it.test}")
+    for kill in KILLS:
+        breaks[kill.mutant].add(os.path.normpath(f"tests/e2e_cpu/{kill.test}"))
     rows = [line for line in PARITY.splitlines() if "| processes |" in line]
     assert rows
-    assert [row for row in rows if failing.isdisjoint(re.findall(r"`(tests/[^`]+::\w+)`", row))] == []
+    choices = {row: breaks_of(row, breaks) for row in rows}
+    assert without_one(choices) == []
+
+
+def breaks_of(row: str, breaks: Mapping[Hashable, set[str]]) -> list[Hashable]:
+    shown_by = set(re.findall(r"`(tests/[^`]+::\w+)`", row))
+    return [one for one, tests in breaks.items() if tests & shown_by]
+
+
+def without_one(choices: Mapping[str, list[Hashable]]) -> list[str]:
+    """Who gets nothing where as many as can be get one of their choices, and nobody that of another."""
+    given: dict[Hashable, str] = {}
+
+    def gets_one(who: str, tried: set[Hashable]) -> bool:
+        """Perhaps one whose owner gets another one then."""
+        for one in choices[who]:
+            if one not in tried:
+                tried.add(one)
+                if one not in given or gets_one(given[one], tried):
+                    given[one] = who
+                    return True
+        return False
+
+    return [who for who in choices if not gets_one(who, set())]
+
+
+def test_of_two_who_can_have_the_same_the_one_with_a_choice_gives_way() -> None:
+    assert without_one({"a": [1, 2], "b": [1]}) == []
+    assert without_one({"a": [1], "b": [1], "c": [2]}) == ["b"]
 
 
 @pytest.mark.parametrize("it", TRIED, ids=lambda it: it.name)
