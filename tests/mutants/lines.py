@@ -759,6 +759,13 @@ BREAKS = (
         "body = events + self._reply.failed(failure)",
         "unit/test_api_failures.py::test_a_failure_after_the_head_is_the_last_event_of_the_stream",
     ),
+    Break(
+        "detail_of_a_failure_is_lost",
+        "core/disagg/shard_progress.py",
+        "return Failed(report.failure.cause, shard, report.failure.detail)",
+        "return Failed(report.failure.cause, shard)",
+        SHARD_LAWS + "of_several_failures_the_lowest_shard_is_named",
+    ),
     # sglang#23189
     Break(
         "delayer_waits_50_s_by_default",
@@ -1650,6 +1657,13 @@ BREAKS = (
         "flight = node.inflight.pop(0)\n    assert",
         "flight = node.inflight.pop()\n    assert",
         PLANS + "a_result_booked_after_the_next_launch_is_booked_under_its_own_number",
+    ),
+    Break(
+        "a_row_brings_one_token_of_its_block",
+        "core/batch.py",
+        "ends = list(accumulate(TOKEN_BYTES * count for count in self.counts))",
+        "ends = list(accumulate(TOKEN_BYTES for count in self.counts))",
+        BLOCKS + "tokens_of_an_outcome_are_told_apart_by_its_counts",
     ),
     # servers of several workers and ranks
     Break(
