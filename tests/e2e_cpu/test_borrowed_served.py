@@ -29,7 +29,7 @@ def test_a_pair_says_what_transformers_says_and_goes_on_behind_what_is_cached(
     where, model = gpt2
     with cluster(prefills=1, decodes=1, model=str(where), flags=POOL) as running:
         assert running.router is not None
-        prompts = real_prompts(8)
+        prompts = real_prompts(3)
         first = ask(running.router, prompts)
         assert_same(model, prompts, first)
         assert {answer["meta_info"]["path"] for answer in first} == {"remote"}
