@@ -105,6 +105,21 @@ def test_text_and_what_it_took(ask: Any) -> None:
     assert response.usage.input_tokens_details.cached_tokens == 3
 
 
+def test_a_response_says_what_was_asked_of_it(ask: Any) -> None:
+    """All fields that OpenAI's own have: clients of the Open Responses specification refuse one that lacks any."""
+    w = world(says("{}"), tokenizer=tokenizer())
+    said = {"safety_identifier": "someone", "prompt_cache_key": "a key", "user": "me"}
+    tool = {name: ADD[name] for name in ("type", "name")}
+    format = {"type": "json_schema", "name": "a", "schema": SCHEMA}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.25}
+    response = answer(w, ask, tools=[tool], text={"format": format}, extra_body=penalties, **said).to_dict()
+    assert response | said | penalties == response
+    assert response["tools"] == [tool | {"description": None, "parameters": None, "strict": False}]
+    assert response["text"]["format"] == format | {"description": None, "strict": False}
+    plain = answer(w, ask).to_dict()
+    assert plain | dict.fromkeys(said) | {"presence_penalty": 0.0, "frequency_penalty": 0.0} == plain
+
+
 def test_an_answer_that_is_cut_off_says_so(ask: Any) -> None:
     response = answer(world(says("Hello wörld")), ask, max_output_tokens=3)
     assert (response.status, response.output_text) == ("incomplete", "Hel")
@@ -369,6 +384,7 @@ FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5, "min_tokens": 6}, "min_tokens"),
         ({"metadata": {"x": "y" * 513}}, "metadata"),
+        ({"safety_identifier": "y" * 513}, "safety_identifier"),
         ({"max_tokens": 3}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

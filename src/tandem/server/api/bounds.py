@@ -84,8 +84,9 @@ LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
 Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
 ResponseId = Annotated[str, Meta(max_length=MAX_RESPONSE_ID_CHARS)]
+ClientText = Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]
 Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)], Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]],
+    dict[Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)], ClientText],
     Meta(max_length=MAX_METADATA),
 ]
 Choice = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]

@@ -19,6 +19,7 @@ from tandem.server.api.body import ChatBody, Messages, Routing, SamplingFields, 
 from tandem.server.api.bounds import (
     LOOP_BYTES,
     MAX_TOOLS,
+    ClientText,
     Int,
     Metadata,
     MinTokens,
@@ -73,7 +74,11 @@ class ResponsesBody(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    metadata: Metadata | None = None  # about the client's own business: comes back as it is
+    # about the client's own business: comes back as it is
+    metadata: Metadata | None = None
+    prompt_cache_key: ClientText | None = None
+    safety_identifier: ClientText | None = None
+    user: ClientText | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     truncation: str | None = None
     service_tier: str | None = None

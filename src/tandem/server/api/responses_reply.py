@@ -125,6 +125,7 @@ class ResponsesReply:
             "status": status,
             "background": False,
             "error": None,
+            "frequency_penalty": body.frequency_penalty or 0.0,
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -133,21 +134,25 @@ class ResponsesReply:
             "model": self._model,
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": body.presence_penalty or 0.0,
             "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {
                 "effort": None if reasoning is None else reasoning.effort,
                 "summary": None if reasoning is None else reasoning.summary,
             },
+            "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": body.kept_items is not None and body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": (None if text is None else text.format) or {"type": "text"}},
+            "text": {"format": whole_format(None if text is None else text.format)},
             "tool_choice": body.tool_choice or "auto",
             "tools": [whole_tool(tool) for tool in body.tools or ()],
             "top_logprobs": 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
+            "user": body.user,
         }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -221,7 +226,14 @@ def whole_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """With what OpenAI's clients want of a function to be there."""
     if tool["type"] == "namespace":
         return tool
-    return {"parameters": None, "strict": False} | tool
+    return {"description": None, "parameters": None, "strict": False} | tool
+
+
+def whole_format(given: dict[str, Any] | None) -> dict[str, Any]:
+    """The same of what the answer has to follow."""
+    if given is None or given["type"] != "json_schema":
+        return given or {"type": "text"}
+    return {"description": None, "strict": False} | given
 
 
 def part_of(kind: type[Piece], text: str) -> dict[str, Any]:
