@@ -103,6 +103,9 @@ def test_a_conversation_goes_on_where_it_was(client: openai.OpenAI, ask: Any) ->
     assert alone.usage is not None
     assert second.usage.input_tokens == alone.usage.input_tokens
     assert second.usage.input_tokens > (first.usage.input_tokens if first.usage is not None else 0)
+    named = [{"type": "item_reference", "id": item.id} for item in first.output]
+    again = ask(client, input=[sent[0], *named, sent[-1]])
+    assert (again.output_text, again.usage.input_tokens) == (alone.output_text, alone.usage.input_tokens)
     said = client.responses.input_items.list(second.id, order="asc").data
     assert [item.content[0].text for item in said] == [QUESTION, first.output_text, "And 2 more?"]
     assert client.responses.retrieve(second.id).output_text == second.output_text
@@ -185,6 +188,19 @@ def test_any_pair_gets_all_that_was_said_so_far(is_streamed: bool) -> None:
             texts = [item["content"][0]["text"] for item in body["kept_items"]]
             assert (texts, body["previous_response_id"]) == (["one", "1"], "r1")
             assert body["input"] == [{"role": "user", "content": "two"}]
+
+
+def test_items_that_are_named_are_sent_to_both_halves(is_streamed: bool) -> None:
+    with fleet() as made:
+        response = response_of("r1", "1")
+        made.decodes[0].behaves(Answer(response, stream_of(response)))
+        create(made.url, stream=is_streamed)
+        create(made.url, stream=is_streamed, input=[{"type": "item_reference", "id": "msg_1"}])
+        inputs = [seen.body["input"] for seen in made.seen()]
+        assert [inputs.count("one"), inputs.count(response["output"])] == [2, 2]
+        with pytest.raises(openai.NotFoundError) as gone:
+            create(made.url, stream=is_streamed, input=[{"type": "item_reference", "id": "msg_2"}])
+        assert (gone.value.code, gone.value.param) == ("response_not_found", "input")
 
 
 def test_a_stream_that_breaks_is_not_kept() -> None:

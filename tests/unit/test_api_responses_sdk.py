@@ -341,7 +341,7 @@ FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}
         ({"input": [{"role": "user"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference"}]}, "input"),
         ({"input": [{"type": {}, "role": "user", "content": "x"}]}, "input"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input"),
@@ -448,6 +448,24 @@ def test_a_call_and_its_result_go_on_from_a_response_that_is_kept() -> None:
     assert prompt_of(kept) == prompt_of(sent)
 
 
+def test_an_item_of_a_kept_response_may_be_named_instead_of_sent(ask: Any) -> None:
+    """As Vercel's AI SDK does with what the assistant has said, unless its user says `store: false`."""
+    w = world(says(f"I add.{CALL}"), tokenizer=tokenizer())
+    with client_of(w) as client:
+        first = ask(client, input="Add 7.", tools=[ADD])
+        text, call = first.output
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "8"}
+        named = [{"type": "item_reference", "id": item.id} for item in (text, call)]
+        user = {"role": "user", "content": "Add 7."}
+        ask(client, input=[user, *named, result], tools=[ADD])
+        last = ask(client, input=[user, text, call, result], tools=[ADD])
+        with pytest.raises(openai.NotFoundError) as gone:
+            ask(client, input=[{"type": "item_reference", "id": last.id}])
+        assert (gone.value.code, gone.value.param) == ("response_not_found", "input")
+    _, ours, theirs = w.node.submits
+    assert prompt_of(ours) == prompt_of(theirs)
+
+
 def test_a_response_is_read_and_deleted_as_the_sdk_does(ask: Any) -> None:
     with client_of(world(says("four"))) as client:
         first = ask(client, input="2 + 2?")
@@ -516,7 +534,8 @@ def test_a_server_that_keeps_nothing_says_so(settings: dict[str, Any]) -> None:
     with world(says("x"), **settings).http() as http:
         body = {"model": "toy", "input": "hi"}
         assert http.post("/v1/responses", json=body).json()["store"] is False
-        for fields in ({"store": True}, {"previous_response_id": "resp_1"}):
+        named = {"input": [{"type": "item_reference", "id": "msg_1"}]}
+        for fields in ({"store": True}, {"previous_response_id": "resp_1"}, named):
             refused = http.post("/v1/responses", json=body | fields)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(fields)))
         assert http.get("/v1/responses/resp_1").status_code == 404

@@ -36,7 +36,7 @@ def is_kept(it: ResponseStore, id: str, owner: str = "a") -> bool:
 
 
 def texts_before(it: ResponseStore, id: str, owner: str = "a") -> list[str]:
-    items = msgspec.json.decode(PendingResponse(it, owner).begin(id, "next", None))
+    items = msgspec.json.decode(PendingResponse(it, owner).begin(id, "next", None).before)
     return [item["text"] if "text" in item else item["content"][0]["text"] for item in items]
 
 
@@ -152,7 +152,48 @@ def test_what_has_failed_or_shall_not_be_is_not_kept(fields: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("given", [None, 7, {}, [7], ["x"], ""])
 def test_an_input_that_is_none_is_left_to_who_reads_it(given: object) -> None:
-    assert PendingResponse(store(), "a").begin(None, given, None) == b"[]"
+    assert PendingResponse(store(), "a").begin(None, given, None) == (b"[]", given, 2)
+
+
+def named(*ids: str) -> list[dict[str, str]]:
+    return [{"type": "item_reference", "id": id} for id in ids]
+
+
+def test_items_that_are_named_are_those_of_kept_responses() -> None:
+    it = store()
+    add(it, "1")
+    add(it, "2", after="1")
+    user = {"role": "user", "content": "next"}
+    conversation = PendingResponse(it, "a")
+    begun = conversation.begin(None, [*named("msg_2", "msg_1"), user, *named("msg_2")], None)
+    one, two = ({"type": "message", "id": f"msg_{id}", "text": "x"} for id in "12")
+    assert (begun.before, begun.given) == (b"[]", [two, one, user, two])
+    assert begun.size == 2 + sum(len(msgspec.json.encode(item)) for item in (two, one, two))
+    conversation.keep(document("3"))
+    it.delete("a", "1")
+    it.delete("a", "2")
+    assert texts_before(it, "3") == ["x", "x", "next", "x", "x"], "what goes on from them has them, too"
+
+
+@pytest.mark.parametrize(("owner", "id"), [("a", "msg_1"), ("b", "msg_2"), ("a", "3"), ("a", "resp_2")])
+def test_an_item_that_is_gone_or_of_another_owner_is_not_there(owner: str, id: str) -> None:
+    it = store()
+    add(it, "1")
+    add(it, "2", after="1")
+    it.delete("a", "1")
+    with pytest.raises(Refusal) as refused:
+        PendingResponse(it, owner).begin(None, named(id), None)
+    assert (refused.value.failure.code, refused.value.failure.param) == (Problem.RESPONSE_NOT_FOUND, "input")
+
+
+def test_naming_an_item_again_and_again_makes_no_more_than_a_body_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = store()
+    add(it, "1")
+    monkeypatch.setattr(response_store, "MAX_BODY_BYTES", 3000)
+    PendingResponse(it, "a").begin(None, named(*["msg_1"] * 10), None)
+    with pytest.raises(Refusal) as refused:
+        PendingResponse(it, "a").begin(None, named(*["msg_1"] * 100), None)
+    assert refused.value.failure.code is Problem.BODY_TOO_LARGE
 
 
 EVENTS = (

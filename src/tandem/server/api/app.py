@@ -269,9 +269,9 @@ class Endpoints:
             nonlocal kept_size
             if self._store.keeps and not conversation.has_begun:
                 asked = (body.previous_response_id, body.input, body.kept_items)
-                raw = await off_loop(size, LOOP_BYTES, conversation.begin, *asked)
-                kept_size = len(raw)
-                body.kept_items = await off_loop(kept_size, LOOP_BYTES, msgspec.json.decode, raw)
+                unknown = LOOP_BYTES + 1  # what is before it may be long
+                before, body.input, kept_size = await off_loop(unknown, LOOP_BYTES, conversation.begin, *asked)
+                body.kept_items = await off_loop(len(before), LOOP_BYTES, msgspec.json.decode, before)
             return await read_responses(body, routing, tokenizer, limits, size + kept_size, form=self._chat_form)
 
         def reply(body: ResponsesBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:

@@ -10,10 +10,10 @@ responses or bytes, the tenant that keeps the most gives up its oldest ones.
 """
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any  # items are JSON
+from typing import Any, NamedTuple  # items are JSON
 
 import msgspec
 from msgspec import Raw, Struct
@@ -54,6 +54,15 @@ class Kept:
     owner: str
     document: bytes
     turn: Turn
+    items: dict[str, Raw]  # of the turn's output, by id
+
+
+class Begun(NamedTuple):
+    """What a request goes on from."""
+
+    before: bytes  # JSON: all items before its own
+    given: Any  # its `input`, with the items of kept responses that it names
+    size: int  # bytes of both that its body has not
 
 
 class PendingResponse:
@@ -66,27 +75,37 @@ class PendingResponse:
         self._before: Turn | None = None
         self.has_begun = False
 
-    def begin(self, previous: str | None, given: object, items: object) -> bytes:
-        """In any thread. JSON: all items before what is `given`, `input` of the body.
+    def begin(self, previous: str | None, given: Any, items: object) -> Begun:
+        """In any thread. given: `input` of the body.
 
-        items: `kept_items` of the body, which only this server may fill in. Raises `Refusal`, for a response that is
-        not there above all. An `input` that is none is refused by who reads it.
+        items: `kept_items` of the body, which only this server may fill in. Raises `Refusal`, for a response or an item
+        that is not there above all. An `input` that is none is refused by who reads it.
         """
         if items is not None:
             raise unsupported("kept_items", " from clients: name a response by previous_response_id, or use input")
         if previous is not None:
             self._before = self._store.find(self._owner, previous, is_previous=True).turn
-        if isinstance(given, str):
-            given = items_of(given) if given else []
+        fetched = 0
         if isinstance(given, list) and all(isinstance(item, dict) for item in given):
+            given, fetched = self._fetched(given)
             self._given = encode([with_id(item) for item in given])
-        size = len(self._given) + size_until(self._before)
-        if size > MAX_BODY_BYTES:
-            raise Refusal(Problem.BODY_TOO_LARGE, f"the conversation has {size} bytes, more than {MAX_BODY_BYTES}")
+        elif isinstance(given, str) and given:
+            self._given = encode([with_id(item) for item in items_of(given)])
+        check_size(len(self._given) + size_until(self._before))
         kept = items_until(self._before)
         check_counts(kept)
         self.has_begun = True
-        return kept
+        return Begun(kept, given, len(kept) + fetched)
+
+    def _fetched(self, given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+        """With the items of kept responses where there are references to them, and how many bytes those have."""
+        ids = [item["id"] for item in given if is_reference(item)]
+        raws = self._store.items(self._owner, ids)
+        size = sum(len(raws[id]) for id in ids)
+        check_size(size)  # one item may be named again and again
+        check_counts(joined(b"[%b]" % bytes(raw) for raw in raws.values()))
+        items = {id: msgspec.json.decode(raw) for id, raw in raws.items()}
+        return [items[item["id"]] if is_reference(item) else item for item in given], size
 
     def keep(self, document: bytes) -> None:
         """In any thread. The answer, unless it has failed or is not to be kept. Raises msgspec's errors for one that is
@@ -94,9 +113,11 @@ class PendingResponse:
         answer = msgspec.json.decode(document, type=ResponseBody)
         if not answer.store or answer.status not in ("completed", "incomplete"):
             return
-        msgspec.json.decode(answer.output, type=list[Item])  # or it is no list that can be shown or gone on from
-        turn = Turn(self._given, bytes(answer.output), self._before)
-        self._store.put(answer.id, Kept(self._owner, document, turn))
+        # Or it is no list that can be shown or gone on from.
+        ids = [item.id for item in msgspec.json.decode(answer.output, type=list[Item])]
+        output = bytes(answer.output)
+        items = dict(zip(ids, msgspec.json.decode(output, type=list[Raw]), strict=True))
+        self._store.put(answer.id, Kept(self._owner, document, Turn(self._given, output, self._before), items))
 
 
 class Item(Struct, frozen=True):
@@ -150,6 +171,19 @@ class ResponseStore:
             raise Refusal(code, f"there is no response {id[:80]!r}", param=param)
         return kept
 
+    def items(self, owner: str, ids: Sequence[str]) -> dict[str, Raw]:
+        """Of the outputs of kept responses, by id. Raises `Refusal` for one that is not there."""
+        if not ids:
+            return {}
+        wanted = set(ids)
+        with self._lock:
+            responses = self._kept.get(owner, {}).values()
+            found = {id: kept.items[id] for kept in responses for id in kept.items.keys() & wanted}
+        for id in ids:
+            if id not in found:
+                raise Refusal(Problem.RESPONSE_NOT_FOUND, f"input: there is no item {id[:80]!r}", param="input")
+        return found
+
     def delete(self, owner: str, id: str) -> None:
         """Raises `Refusal`, as `find`."""
         self.find(owner, id)
@@ -195,6 +229,16 @@ class ResponseStore:
                 return
             self.num_bytes -= turn.size
             turn = turn.before
+
+
+def is_reference(item: dict[str, Any]) -> bool:
+    """To an item that clients do not send again, as it is kept with a response."""
+    return item.get("type") == "item_reference" and isinstance(item.get("id"), str)
+
+
+def check_size(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise Refusal(Problem.BODY_TOO_LARGE, f"the conversation has {size} bytes, more than {MAX_BODY_BYTES}")
 
 
 def size_until(turn: Turn | None) -> int:

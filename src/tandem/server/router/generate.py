@@ -267,7 +267,8 @@ def read_object(raw: bytes, conversation: PendingResponse | None = None) -> tupl
     if conversation is not None:
         previous, given = body.get("previous_response_id"), body.get("input")
         if previous is None or isinstance(previous, str):  # another one is the workers' to refuse
-            body["kept_items"] = Raw(conversation.begin(previous, given, body.get("kept_items")))
+            begun = conversation.begin(previous, given, body.get("kept_items"))
+            body |= {"kept_items": Raw(begun.before)} | ({} if given is None else {"input": begun.given})
     return body, encode_rest(body)
 
 
