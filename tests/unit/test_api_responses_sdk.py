@@ -448,6 +448,20 @@ def test_a_call_and_its_result_go_on_from_a_response_that_is_kept() -> None:
     assert prompt_of(kept) == prompt_of(sent)
 
 
+@pytest.mark.parametrize("nothing", [[], "", None])
+def test_a_kept_response_is_gone_on_from_with_nothing_more(ask: Any, nothing: Any) -> None:
+    """As agents of langchain do for an answer in a form: all is said, only the form is new."""
+    w = world(says("four"))
+    with client_of(w) as client:
+        first = ask(client, input="2 + 2?")
+        last = ask(client, input=nothing, previous_response_id=first.id)
+        ask(client, input=[{"role": "user", "content": "2 + 2?"}, *first.output])
+        said = client.responses.input_items.list(last.id, order="asc").data
+    assert [item.content[0].text for item in said] == ["2 + 2?", "four"]
+    _, ours, theirs = w.node.submits
+    assert prompt_of(ours) == prompt_of(theirs)
+
+
 def test_an_item_of_a_kept_response_may_be_named_instead_of_sent(ask: Any) -> None:
     """As Vercel's AI SDK does with what the assistant has said, unless its user says `store: false`."""
     w = world(says(f"I add.{CALL}"), tokenizer=tokenizer())

@@ -130,7 +130,8 @@ def chat_of(body: ResponsesBody) -> ChatBody:
     """The same as a chat. Raises `Refusal`."""
     refuse_values(body)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items = [*(body.kept_items or ()), *items_of(body.input)]
+    kept = body.kept_items or []
+    items = kept if kept and not body.input else [*kept, *items_of(body.input)]
     return structs.replace(without_items(body), messages=[*joined([*system, *turns(items)])])
 
 
