@@ -191,6 +191,7 @@ def test_naming_an_item_again_and_again_makes_no_more_than_a_body_may_be(monkeyp
     add(it, "1")
     monkeypatch.setattr(response_store, "MAX_BODY_BYTES", 3000)
     PendingResponse(it, "a").begin(None, named(*["msg_1"] * 10), None)
+    monkeypatch.setattr(response_store, "encode", None)  # it is refused before it is made
     with pytest.raises(Refusal) as refused:
         PendingResponse(it, "a").begin(None, named(*["msg_1"] * 100), None)
     assert refused.value.failure.code is Problem.BODY_TOO_LARGE
