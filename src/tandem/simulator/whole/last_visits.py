@@ -182,7 +182,7 @@ async def visit_all(server: Visited, codes: list[str]) -> None:
 
 
 async def keep_a_conversation(server: Visited) -> None:
-    """Two responses of which the second goes on from the first; then both are read, and deleted."""
+    """Three responses of which two go on from the first, by its id and by its items; then all are read, and deleted."""
 
     async def post(**fields: Any) -> Any:
         body = {"input": "How many?", "max_output_tokens": 4, "temperature": 0, **fields}
@@ -191,11 +191,15 @@ async def keep_a_conversation(server: Visited) -> None:
 
     first = await post()
     second = await post(previous_response_id=first["id"])
-    listed = await server.visit(Visit(f"GET /v1/responses/{second['id']}/input_items?order=asc", 200))
-    kinds = [item["type"] for item in msgspec.json.decode(listed.body)["data"]]
-    if kinds != (right := ["message", *(item["type"] for item in first["output"]), "message"]):
-        raise Violation("last visit", f"what a response goes on from is {kinds} and not {right}")
-    for id in (first["id"], second["id"]):
+    user = {"role": "user", "content": "How many?"}
+    third = await post(input=[user, *({"type": "item_reference", "id": it["id"]} for it in first["output"]), user])
+    right = ["message", *(item["type"] for item in first["output"]), "message"]
+    for id in (second["id"], third["id"]):
+        listed = await server.visit(Visit(f"GET /v1/responses/{id}/input_items?order=asc", 200))
+        kinds = [item["type"] for item in msgspec.json.decode(listed.body)["data"]]
+        if kinds != right:
+            raise Violation("last visit", f"what a response goes on from is {kinds} and not {right}")
+    for id in (first["id"], second["id"], third["id"]):
         await server.visit(Visit(f"GET /v1/responses/{id}", 200))
         await server.visit(Visit(f"DELETE /v1/responses/{id}", 200))
         await server.visit(Visit(f"GET /v1/responses/{id}", Problem.RESPONSE_NOT_FOUND))
