@@ -8,6 +8,7 @@ from api_fakes import END, Script, ids, load_tokenizer, prompt_of, says, sse, wo
 from tandem.core import events
 from tandem.core.commands import FinishReason, Path
 from tandem.core.values import Cause
+from tandem.server import wire
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.router.answer import passed_headers
 
@@ -192,6 +193,27 @@ def test_a_stream_of_several_samples_keeps_them_apart() -> None:
     with world(script).http() as http:
         events = sse(http.post("/v1/chat/completions", json={**CHAT, "n": 3, "stream": True}).text)
     assert [chat_text(events, index) for index in range(3)] == ["sample", "sample" * 2, "sample" * 3]
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_choices_begin_in_their_order_whichever_comes_first(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a pair any may. OpenAI's client takes the first that it sees to be number 0, the next to be number 1."""
+    w = world(says("hi"))
+    send = w.node.send
+
+    def turned(message: wire.ApiToNode) -> None:
+        if isinstance(message, wire.SubmitAll):
+            message = wire.SubmitAll((*message.submits[first:], *message.submits[:first]))
+        send(message)
+
+    monkeypatch.setattr(w.node, "send", turned)
+    with w.http() as http:
+        events = sse(http.post("/v1/chat/completions", json={**CHAT, "n": 3, "stream": True}).text)
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [choice["index"] for choice in choices if choice["delta"].get("role")] == [0, 1, 2]
+    assert list(dict.fromkeys(choice["index"] for choice in choices)) == [0, 1, 2]
+    assert next(choice["index"] for choice in choices if choice["delta"].get("content")) == first
+    assert [chat_text(events, index) for index in range(3)] == ["hi"] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

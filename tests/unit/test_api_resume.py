@@ -12,10 +12,11 @@ import pytest
 from api_fakes import Script, World, ids, load_tokenizer, prompt_of, says, tokenizer, world
 from test_api_tools import ADD, CALL, END, OTHER, SUB, THINKS
 
-from tandem.core.commands import FinishReason
+from tandem.core.commands import FinishReason, FinishRequest
 from tandem.core.request import Request
 from tandem.core.values import Cause
 from tandem.sampling import Payload
+from tandem.server import wire
 from tandem.server.api.errors import Failure
 from tandem.server.api.resume import (
     ASKS,
@@ -195,6 +196,34 @@ def test_each_choice_of_several_goes_on_behind_its_own_tokens(form: str) -> None
             again = frames_of(decode_that_says(*sayings), path, pair | fields | resume_of(whole[:cut] + rest[:1]))
             assert by_choice(shown(whole[:cut] + rest[:1] + again)) == by_choice(shown(whole)), f"{cut} and {cut + 1}"
     assert num_with_ended > 1
+
+
+def test_what_was_opened_before_it_had_a_token_is_not_opened_again() -> None:
+    """Choices are opened in their order, and come in any."""
+    path, fields = SEVERAL["samples of a chat"]
+    sayings = [[*ids(text), END] for text in SAYINGS]
+    first = decode_that_says(*sayings)
+    send, tell, held = first.node.send, first.node.tell, list[wire.Submit]()
+
+    def send_last(message: wire.ApiToNode) -> None:
+        if isinstance(message, wire.SubmitAll):
+            *held[:], last = message.submits
+            message = wire.SubmitAll((last,))
+        send(message)
+
+    def tell_and_send(message: wire.NodeToApi) -> None:
+        tell(message)
+        if isinstance(message, FinishRequest) and held:
+            others, held[:] = tuple(held), ()
+            send(wire.SubmitAll(others))
+
+    first.node.send, first.node.tell = send_last, tell_and_send  # type: ignore[method-assign]  # of this node only
+    whole = frames_of(first, path, PAIR | fields)
+    assert whole[0][1].count(b'"role"') == 3
+    assert said_in(whole[:1]) == {2: (ids("o"), False)}
+    for cut in range(1, len(whole)):
+        rest = frames_of(decode_that_says(*sayings), path, OTHER_PAIR | fields | resume_of(whole[:cut]))
+        assert by_choice(shown(whole[:cut] + rest)) == by_choice(shown(whole)), f"cut behind frame {cut}"
 
 
 def test_events_of_several_choices_are_told_in_the_order_in_which_they_were_written() -> None:

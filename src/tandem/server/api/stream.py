@@ -434,8 +434,9 @@ class TokenResponse:
         for piece in self._said:
             sample = self._samples[piece.choice]
             if piece.kind is PieceKind.BEGINS:
-                sample.has_begun = True
-                self._reply.begin(sample)
+                for one in self._to_begin(sample):
+                    one.has_begun = True
+                    self._reply.begin(one)
                 continue
             start, text = len(sample.tokens), sample.say_again(piece.numbers)
             if piece.kind is PieceKind.SAYS:
@@ -470,9 +471,7 @@ class TokenResponse:
                 self._outlive(sample, failure)
                 continue
             if not sample.has_begun and (sample.tokens or has_ended):
-                sample.has_begun = True
-                most = LOOP_IDS if sample.ask.sampling.prompt_logprobs_from is None else LOOP_SCORES
-                events.append(await off_loop(self._prompt_size(sample), most, self._reply.begin, sample))
+                events += [await self._begin(one) for one in self._to_begin(sample)]
             if not has_ended and len(sample.tokens) > start:
                 events.append(await off_loop(fresh, LOOP_SCORES, self._reply.delta, sample, text, start))
             elif has_ended and not sample.ended_ns:
@@ -485,6 +484,20 @@ class TokenResponse:
             if self._teller is not None:
                 self._teller.says(sample)
         return b"".join(events), None
+
+    def _to_begin(self, sample: Sample) -> list[Sample]:
+        """Choices begin in their order, whichever comes first: OpenAI's own client takes the first one to be number 0.
+
+        Where an opening tells of a prompt it waits for the sample's own start, which brings that.
+        """
+        if sample.ask.sampling.prompt_logprobs_from is not None:
+            return [sample]
+        return [one for one in self._samples[: sample.ask.index + 1] if not one.has_begun]
+
+    async def _begin(self, sample: Sample) -> bytes:
+        sample.has_begun = True
+        most = LOOP_IDS if sample.ask.sampling.prompt_logprobs_from is None else LOOP_SCORES
+        return await off_loop(self._prompt_size(sample), most, self._reply.begin, sample)
 
     def _outlive(self, sample: Sample, failure: Failure) -> None:
         """The others go on without it."""
