@@ -285,6 +285,17 @@ def test_chat_logprobs_have_one_entry_per_token_whether_streamed_or_not() -> Non
     assert [top["logprob"] for top in whole[0]["top_logprobs"]] == [-0.5, -1.5]
 
 
+def test_the_text_of_an_event_is_that_of_its_tokens_and_the_end_token_has_its_own() -> None:
+    """As with vLLM: guidance puts the texts together of the tokens that an event tells of, where those are several."""
+    with world(says("hello", is_burst=True)).http() as http:
+        body = {**CHAT, "logprobs": True, "return_token_ids": True, "stream": True}
+        choices = [event["choices"][0] for event in sse(http.post("/v1/chat/completions", json=body).text)]
+    told = [choice for choice in choices if choice["logprobs"]]
+    assert [choice["delta"]["content"] for choice in told] == ["hello", ""]
+    assert [[entry["token"] for entry in choice["logprobs"]["content"]] for choice in told] == [[*"hello"], ["</s>"]]
+    assert [choice["token_ids"] for choice in told] == [ids("hello"), [END]]
+
+
 def test_completion_logprobs_have_the_old_shape() -> None:
     with world(says("ab")).http() as http:
         body = {"prompt": "x", "logprobs": 2, "max_tokens": 2}

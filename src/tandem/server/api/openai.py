@@ -255,9 +255,9 @@ class Writer:
             return b"data: [DONE]\n\n"
         return self._opening + b'],"usage":' + encode(usage_of(samples)) + b"}\n\ndata: [DONE]\n\n"
 
-    def ids(self, sample: Sample, start: int) -> bytes:
+    def ids(self, sample: Sample, start: int, until: int | None = None) -> bytes:
         """A member of a choice in a stream."""
-        return b',"token_ids":' + encode(sample.tokens[start:]) if self.shape.returns_ids else b""
+        return b',"token_ids":' + encode(sample.tokens[start:until]) if self.shape.returns_ids else b""
 
     def name(self, id: int) -> str:
         """A token as logprobs show it."""
@@ -382,8 +382,18 @@ class ChatReply:
                 return {"tool_calls": [call], "reasoning_content": None}
 
     def _delta(self, sample: Sample, delta: bytes, start: int) -> bytes:
+        """What is told of the token at which the model ends, which has no text, is an event of its own: some clients
+        put the text of an event together of its tokens."""
+        until = len(sample.tokens) - 1
+        tells = self._shape.returns_ids or sample.ask.sampling.logprobs
+        if not tells or until <= start or not sample.text.holds_stop_token or sample.ask.params.keeps_stop:
+            return self._told(sample, delta, start, until + 1)
+        no_text = b'{"content":"",' + NO_THOUGHT + b"}"
+        return self._told(sample, delta, start, until) + self._told(sample, no_text, until, until + 1)
+
+    def _told(self, sample: Sample, delta: bytes, start: int, until: int) -> bytes:
         choice = self._openings[sample.ask.index] + delta
-        choice += b',"logprobs":' + self._logprobs(sample, start) + self._chunk.ids(sample, start)
+        choice += b',"logprobs":' + self._logprobs(sample, start, until) + self._chunk.ids(sample, start, until)
         return self._chunk.event(choice + b',"finish_reason":null}', sample)
 
     def _choice(self, sample: Sample) -> dict[str, object]:
@@ -428,13 +438,13 @@ class ChatReply:
             "reasoning_content": thought or None,
         }
 
-    def _logprobs(self, sample: Sample, start: int) -> bytes:
+    def _logprobs(self, sample: Sample, start: int, until: int) -> bytes:
         if not sample.ask.sampling.logprobs:
             return b"null"
-        return encode({"content": self._entries(sample, start)})
+        return encode({"content": self._entries(sample, start, until)})
 
-    def _entries(self, sample: Sample, start: int) -> list[dict[str, object]]:
-        pairs = zip(sample.tokens[start:], sample.scores[start:], strict=True)
+    def _entries(self, sample: Sample, start: int, until: int | None = None) -> list[dict[str, object]]:
+        pairs = zip(sample.tokens[start:until], sample.scores[start:until], strict=True)
         return [self._entry(token, score) for token, score in pairs]
 
     def _entry(self, token: int, score: TokenScore | None) -> dict[str, object]:
