@@ -6,11 +6,13 @@ the engine computes with torch, or copies in Python. Everything else about the p
 """
 
 import os
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
 
 FOLDER = Path("src/tandem/engine/native")
+SOURCES: int = runpy.run_path(str(FOLDER / "sources.py"))["digest"]()
 COMMON = [
     "-std=c++20",
     "-O3",
@@ -22,6 +24,7 @@ COMMON = [
     "-fvisibility=hidden",
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
+    f"-DTANDEM_SOURCES={SOURCES}ull",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]

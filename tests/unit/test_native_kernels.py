@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from attention_world import World, sequence
+from tandem.engine import machine_report
 from tandem.engine.batch import TokenSpan
 from tandem.engine.layers.product import product
-from tandem.engine.native import library
+from tandem.engine.native import library, sources
 from tandem.engine.native.library import OFF, ONE_ORDER, SWITCH, Kernels
 
 VARIANTS = library.available()
@@ -30,6 +31,19 @@ def near(found: Tensor, exact: Tensor, dtype: torch.dtype, *, terms: int = 1, ad
     assert found.dtype == dtype
     scale = (exact if added is None else added).abs().max().item() + 1e-30
     assert (found.double() - exact).abs().max().item() <= TOLERANCE[dtype] * scale * (1 + terms / 1000)
+
+
+@pytest.mark.skipif(not VARIANTS, reason="no libraries")
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python and C++ share structures: it would read and write anywhere."""
+    assert machine_report.kernels_complaint() is None
+    monkeypatch.setattr(sources, "digest", lambda: 1)
+    monkeypatch.setattr(library, "opened", library.opened.__wrapped__)
+    with pytest.raises(
+        library.StaleKernels, match="compiled from other sources than those that are there now; install"
+    ):
+        library.best()
+    assert "compiled from other sources" in str(machine_report.kernels_complaint())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -88,7 +88,7 @@ def engine() -> Iterator[Finding]:
     yield Finding(OK, "torch", machine_report.torch_text())
     yield processor(cgroups.num_cores(), machine_report.features_text())
     yield memory(machine_report.memory_bytes())
-    if (complaint := machine_report.switch_complaint()) is not None:
+    if (complaint := machine_report.kernels_complaint()) is not None:
         yield Finding(BAD, "kernels", complaint)
         return
     kind, remedy = machine_report.kernels()

@@ -29,14 +29,18 @@ def features_text() -> str:
     return ", ".join(name for name in FEATURES if name in has) or "no AVX2"
 
 
-def switch_complaint() -> str | None:
-    """Why what TANDEM_NATIVE names cannot compute here. None: it can, or names nothing.
+def kernels_complaint() -> str | None:
+    """Why the kernels that were compiled, or that TANDEM_NATIVE names, cannot compute here. None: they can.
 
     Why at all: whoever names kernels measures or compares them, and would believe the numbers of others.
     """
     wanted = os.environ.get(library.SWITCH, "")
     there = (*library.available(), library.OFF)
     if wanted in ("", *there):
+        try:
+            library.best()
+        except library.StaleKernels as error:
+            return str(error)
         return None
     reason = "not built, or not for this processor" if wanted in library.NEEDS else "unknown"
     return f"{library.SWITCH}={shown(wanted)} in the environment is {reason}; here there are {', '.join(there)}"

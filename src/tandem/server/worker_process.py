@@ -55,7 +55,7 @@ from tandem.core.settings import WindowSettings
 from tandem.core.values import Cause, PageId
 from tandem.engine import devices, machine_memory, self_check, weights
 from tandem.engine.engine import Engine
-from tandem.engine.machine_report import switch_complaint
+from tandem.engine.machine_report import kernels_complaint
 from tandem.engine.model_config import ModelError
 from tandem.engine.native import library as native
 from tandem.engine.parallel import (
@@ -353,7 +353,7 @@ def join_replica(launch: Launch, listener_fd: int | None) -> WorkerPlace:
 def load_engine(launch: Launch, place: WorkerPlace) -> Loaded:
     """Raises ModelError, ServerFailure, OSError."""
     config = launch.config
-    if (complaint := switch_complaint()) is not None:
+    if (complaint := kernels_complaint()) is not None:
         raise ServerFailure(complaint)
     torch.set_num_threads(launch.cpu_threads)
     load = partial(

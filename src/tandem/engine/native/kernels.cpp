@@ -30,6 +30,9 @@ void with_type(int is_bf16, const Function& function) {
 #pragma GCC visibility push(default)
 extern "C" {
 
+// What this was compiled from: see `sources.py`.
+uint64_t tandem_sources() { return TANDEM_SOURCES; }
+
 // How long a helper looks for work before it sleeps.
 void tandem_spin(int64_t nanoseconds) { Pool::instance().set_spin(nanoseconds); }
 

@@ -14,7 +14,7 @@ be contiguous, on the host, and of one type, fp32 or bf16.
 import ctypes
 import os
 import threading
-from ctypes import POINTER, Structure, byref, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_int, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,8 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+
+from tandem.engine.native import sources
 
 SWITCH = "TANDEM_NATIVE"
 OFF = "off"
@@ -43,6 +45,10 @@ PACKED_MULTIPLE = 32  # outputs and inputs of a packed weight
 DTYPES = (torch.float32, torch.bfloat16)  # others are torch's
 
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA = 158, 0x1023, 18
+
+
+class StaleKernels(Exception):
+    """What was compiled is not what is there."""
 
 
 class Codes(Protocol):
@@ -149,6 +155,7 @@ class Kernels:
         self.name = name
         self.deterministic = deterministic
         library = ctypes.CDLL(str(path))
+        _refuse_others(library, path)
         self._linear = _function(library.tandem_linear, "ipqppi")
         self._pack = _function(library.tandem_pack, "pqqpi")
         self._pack_codes = _function(library.tandem_pack_codes, "pppi")
@@ -337,7 +344,7 @@ def available() -> tuple[str, ...]:
 
 @cache
 def opened(name: str, *, deterministic: bool = False) -> Kernels:
-    """name: one of `available`. deterministic: as of `Kernels`."""
+    """name: one of `available`. deterministic: as of `Kernels`. Raises StaleKernels."""
     path = _path(name)
     assert path is not None
     return Kernels(name, path, deterministic=deterministic)
@@ -362,6 +369,18 @@ def _may_run(name: str) -> bool:
     if name != "amx_bf16":
         return True
     return ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0
+
+
+def _refuse_others(library: ctypes.CDLL, path: Path) -> None:
+    """Raises StaleKernels for one that was compiled from other sources."""
+    told = getattr(library, "tandem_sources", None)
+    if told is not None:
+        told.restype = c_uint64
+    if told is None or told() != sources.digest():
+        raise StaleKernels(
+            f"the native kernels in {path} were compiled from other sources than those that are there now; install "
+            "Tandem again (make setup, or pip install)"
+        )
 
 
 def _function(function: "ctypes._NamedFuncPointer", kinds: str) -> "ctypes._NamedFuncPointer":
