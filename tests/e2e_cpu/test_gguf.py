@@ -40,22 +40,29 @@ TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
 }
-SCALES = {Kind.Q4_K: slice(0, 4), Kind.Q5_K: slice(0, 4), Kind.Q6_K: slice(-2, None)}  # of 256 weights
+SCALES = {  # of 256 weights, or 32
+    **dict.fromkeys((Kind.Q4_K, Kind.Q5_K), slice(0, 4)),
+    **dict.fromkeys((Kind.Q6_K, Kind.Q3_K), slice(-2, None)),
+    **dict.fromkeys((Kind.IQ4_NL, Kind.IQ4_XS), slice(0, 2)),
+}
 MIXED = {
     "attn_q.weight": Kind.Q5_0,
     "attn_k.weight": Kind.Q4_1,
     "attn_v.weight": Kind.Q4_0,
+    "3.attn_output.weight": Kind.IQ4_XS,
     "attn_output.weight": Kind.Q6_K,
+    "1.ffn_gate.weight": Kind.IQ4_NL,
     "ffn_gate.weight": Kind.Q5_1,
     "ffn_up.weight": Kind.Q8_0,
     "0.ffn_down.weight": Kind.Q4_K,
     "1.ffn_down.weight": Kind.Q5_K,
+    "2.ffn_down.weight": Kind.Q3_K,
     "token_embd.weight": Kind.Q8_0,
 }
 KEPT = {  # bits of codes, and inputs of a group
     **dict.fromkeys((Kind.Q4_0, Kind.Q4_1, Kind.Q4_K), (4, 32)),
-    **dict.fromkeys((Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q8_0), (8, 32)),
-    Kind.Q6_K: (8, 16),
+    **dict.fromkeys((Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS), (8, 32)),
+    **dict.fromkeys((Kind.Q6_K, Kind.Q3_K), (8, 16)),
 }
 QUESTIONS = ("Calculate 9 * 13 + 48.", "Hello!", "Tom has 3 apples and buys 4 more. How many?")
 
@@ -137,7 +144,8 @@ def gguf_name(name: str) -> str:
 def drawn_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
     """Any bytes, with scales that are numbers."""
     random = np.random.default_rng(1)
-    blocks = random.integers(0, 256, (shape[0], shape[1] // 256, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    weights, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (shape[0], shape[1] // weights, size), dtype=np.uint8)
     blocks[..., SCALES[kind]] = np.frombuffer(np.array([1e-4, 1e-3], np.float16).tobytes(), np.uint8)[SCALES[kind]]
     return blocks.reshape(shape[0], -1)
 
@@ -206,7 +214,7 @@ def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_pat
         linears |= {"ffn_gate": gate_up.gate_proj, "ffn_up": gate_up.up_proj}
         for name, linear in linears.items():
             expected, weight = meant[f"blk.{index}.{name}.weight"], linear.weight
-            if name == "ffn_down" and index > 1:
+            if name == "ffn_down" and index > 2:
                 assert torch.equal(weight, expected.half().float())
                 continue
             assert isinstance(weight, QuantizedWeight)

@@ -3,8 +3,8 @@
 How a type packs its bits is asked of the library, which makes numbers of blocks: of blocks whose scales are one these
 are the codes, and of blocks whose codes are all the same the scales. So a type is a line that says where scales are:
 
-    8 bits, groups of 32   Q8_0, Q5_0, Q5_1, Q5_K     5 bits are kept as 8
-    8 bits, groups of 16   Q6_K
+    8 bits, groups of 32   Q8_0, Q5_0, Q5_1, Q5_K, IQ4_NL, IQ4_XS   those of four bits stand for uneven numbers
+    8 bits, groups of 16   Q6_K, Q3_K
     4 bits, groups of 32   Q4_0, Q4_1, Q4_K
 """
 
@@ -27,6 +27,8 @@ ONE, NOTHING = np.float16(1).tobytes(), bytes(2)
 ROWS_AT_ONCE = 1024  # of a tensor: their numbers take many times the memory of their codes
 BLOCKS_AT_ONCE = 64  # in a row of the library's, at most
 K_SCALES = b"\1\1\1\1" + bytes(4) + b"\1\1\1\1"  # eight scales of one, no minimum
+# Scales of six bits that count from 32: the lower four of each, and the other two.
+LOWER, HIGHER = b"\x11", b"\xaa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ LAYOUTS = {
     "Q4_K": Layout(4, 32, slice(0, 16), ONE + NOTHING + K_SCALES, slice(2, 4), b"\x11" * 128, middle=8),
     "Q5_K": Layout(8, 32, slice(0, 16), ONE + NOTHING + K_SCALES, slice(2, 4), FIVE_SAME, middle=16),
     "Q6_K": Layout(8, 16, slice(192, 210), b"\1" * 16 + ONE, None, bytes(192)),
+    "Q3_K": Layout(8, 16, slice(96, 110), LOWER * 8 + HIGHER * 4 + ONE, None, bytes(96)),
+    "IQ4_NL": Layout(8, 32, slice(0, 2), ONE, None, bytes(16)),
+    "IQ4_XS": Layout(8, 32, slice(0, 8), ONE + HIGHER * 2 + LOWER * 4, None, bytes(128)),
 }
 
 
