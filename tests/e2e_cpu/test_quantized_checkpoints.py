@@ -229,6 +229,16 @@ def test_mapped_codes_of_another_form_are_refused(tmp_path: Path) -> None:
     assert f"{name}.offsets is F32 of the shape" in refusal(ours)
 
 
+@pytest.mark.parametrize("name", ["gguf4", "gguf8"])
+def test_mapped_codes_of_64_inputs_are_those_that_were_stored(name: str, tmp_path: Path) -> None:
+    """A row takes as many bytes with 4 bits as with 8."""
+    make_llama(tmp_path / "source", **{**SIZES, "hidden_size": 64, "num_attention_heads": 4})
+    ours, plain = quantised_pair(tmp_path / "source", FORMATS[name], tmp_path)
+
+    found, expected = answer(ours, prompt_of(9)), answer(plain, prompt_of(9))
+    assert (found - expected).abs().max() < NEAR * max(1.0, expected.abs().max().item())
+
+
 def test_a_layer_that_was_left_plain_stays_plain(tmp_path: Path) -> None:
     make_llama(tmp_path / "source", **SIZES)
     ours, plain = quantised_pair(tmp_path / "source", FORMATS["awq"], tmp_path)

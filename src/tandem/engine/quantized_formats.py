@@ -9,8 +9,9 @@
            weight_packed [outputs, inputs * bits / 32]   words along the inputs, each value half of its range higher
            weight        [outputs, inputs] int8          of `int-quantized`
            weight_scale  [outputs, groups], or one of all, weight_shape [2]
-    gguf   codes [outputs, bytes] uint8, scales and perhaps offsets [outputs, groups] fp32: `QuantizedWeight` as it is
-           computed with, so it is mapped; bits and group follow from the shapes. What a GGUF file becomes.
+    gguf   codes [outputs, bytes], of 8 bits int8, of 4 uint8, scales and perhaps offsets [outputs, groups] fp32:
+           `QuantizedWeight` as it is computed with, so it is mapped; the group follows from the shapes. What a GGUF
+           file becomes.
 
 Of the others a weight is (code - zero) * scale. Codes are kept signed; a zero that is not the middle becomes an offset,
 exactly where scales are stored in 16 bits.
@@ -31,6 +32,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which four bits of a word each of eig
 FLOATS = ("F32", "BF16", "F16")
 GGUF_CONFIG = {"quant_method": "gguf"}  # of config.json
 CODES = ".codes"  # ends the names of such codes
+CODE_BITS = {"I8": 8, "U8": 4}  # by the type that they are stored as: 64 inputs take as many bytes of either
 
 
 class StoredTensors:
@@ -46,6 +48,9 @@ class StoredTensors:
 
     def shape(self, kind: str) -> tuple[int, ...]:
         return self._checkpoint.shape_of(f"{self.layer}.{kind}")
+
+    def dtype(self, kind: str) -> str:
+        return self._checkpoint.dtype_of(f"{self.layer}.{kind}")
 
     def take(self, kind: str, *shape: int, dtypes: tuple[str, ...]) -> Tensor:
         name = f"{self.layer}.{kind}"
@@ -99,7 +104,8 @@ class MappedLinear:
 
 def gguf_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """What `read_quantized` reads again."""
-    parts = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}
+    codes = weight.codes.view(torch.int8) if weight.bits == 8 else weight.codes
+    parts = {"codes": codes, "scales": weight.scales, "offsets": weight.offsets}
     return {f"{layer}.{kind}": tensor for kind, tensor in parts.items() if tensor is not None}
 
 
@@ -181,15 +187,16 @@ def _compressed(scheme: Quantization, tensors: StoredTensors, outputs: int, inpu
 
 def _gguf(tensors: StoredTensors, outputs: int, inputs: int) -> MappedLinear:
     layer = tensors.layer
-    width, groups = tensors.shape("codes")[-1:], tensors.shape("scales")[-1:]
-    bits = next((bits for bits in (8, 4) if width == (packed_bytes(inputs, bits),)), None)
+    stored, width, groups = tensors.dtype("codes"), tensors.shape("codes")[-1:], tensors.shape("scales")[-1:]
+    bits = CODE_BITS.get(stored, 0)
+    is_whole = bits != 0 and width == (packed_bytes(inputs, bits),)
     group = inputs // groups[0] if groups and groups[0] and inputs % groups[0] == 0 else 0
-    if bits is None or group == 0 or (group % LEAST_GROUP != 0 and (bits, group) != (8, SMALL_GROUP)):
+    if not is_whole or group == 0 or (group % LEAST_GROUP != 0 and (bits, group) != (8, SMALL_GROUP)):
         raise ModelError(
-            f"{layer} has {shown(width)} bytes of codes and {shown(groups)} groups for {inputs} inputs, which is no "
+            f"{layer} has {shown(width)} {stored} of codes and {shown(groups)} groups for {inputs} inputs, which is no "
             "format of ours; remove the directory, and let it be made of the GGUF file again"
         )
-    codes = tensors.take("codes", outputs, *width, dtypes=("U8",))
+    codes = tensors.take("codes", outputs, *width, dtypes=(stored,)).view(torch.uint8)
     scales = tensors.take("scales", outputs, *groups, dtypes=("F32",))
     offsets = tensors.take("offsets", outputs, *groups, dtypes=("F32",)) if tensors.has("offsets") else None
     return MappedLinear(QuantizedWeight(codes, scales, offsets, bits, group, inputs))
