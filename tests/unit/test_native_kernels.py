@@ -1,6 +1,8 @@
 """The native kernels against fp64: fresh random inputs, odd sizes, outputs that begin as NaN, every instruction set."""
 
+import runpy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any  # how a world is made
 
 import pytest
@@ -282,6 +284,16 @@ def test_the_library_that_is_asked_for_is_taken_and_the_order_is_kept(monkeypatc
         assert chosen(name, deterministic=False) == name
         assert chosen(name, deterministic=True) == (name if name in ONE_ORDER else in_order[0])
     assert chosen(OFF, deterministic=False) is chosen(OFF, deterministic=True) is None
+
+
+def test_a_library_needs_all_that_it_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler may use each of them anywhere, and a virtual machine may lack any."""
+    monkeypatch.setattr(pytest.importorskip("setuptools"), "setup", lambda **_: None)
+    compiled = runpy.run_path(str(Path(__file__).parents[2] / "setup.py"))["VARIANTS"]
+    assert compiled.keys() == library.NEEDS.keys()
+    for name, flags in compiled.items():
+        sets = {flag.removeprefix("-m").replace("-", "") for flag in flags if "=" not in flag}
+        assert sets == {needed.replace("_", "") for needed in library.NEEDS[name]}
 
 
 def test_without_a_library_torch_computes() -> None:

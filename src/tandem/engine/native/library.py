@@ -27,13 +27,14 @@ from tandem.engine.native import sources
 
 SWITCH = "TANDEM_NATIVE"
 OFF = "off"
-AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
-# Best first: what a processor has to have.
+AVX2 = frozenset({"avx2", "fma", "f16c"})
+AVX512 = AVX2 | frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+# Best first: what a processor has to have, all that `setup.py` compiles for.
 NEEDS: dict[str, frozenset[str]] = {
     "amx_bf16": AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
     "avx512_bf16": AVX512 | {"avx512_bf16"},
     "avx512": AVX512,
-    "avx2": frozenset({"avx2", "fma"}),
+    "avx2": AVX2,
 }
 ONE_ORDER = ("avx512", "avx2")
 SPIN_NS = 200_000  # between two steps it is milliseconds, between two loops of a step it is microseconds
