@@ -15,6 +15,7 @@ from shard_group import ThreadGroup, on_every_shard
 from tiny_models import make_llama, make_phi3, make_qwen3_moe
 from torch import Tensor
 
+from tandem.engine import mapped_files
 from tandem.engine.layers.packed import PackedCodes
 from tandem.engine.layers.quantized import QuantizedWeight
 from tandem.engine.model_config import ModelError
@@ -237,6 +238,26 @@ def test_mapped_codes_of_64_inputs_are_those_that_were_stored(name: str, tmp_pat
 
     found, expected = answer(ours, prompt_of(9)), answer(plain, prompt_of(9))
     assert (found - expected).abs().max() < NEAR * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.skipif(library.best() is None, reason="no native kernels")
+@pytest.mark.parametrize("name", ["gguf4", "gguf8"])
+def test_nothing_of_mapped_codes_is_kept_when_they_are_packed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scales are as many bytes as half of the codes."""
+    monkeypatch.setattr(library, "CODES_IN_ROWS", set())
+    monkeypatch.setattr(library, "SCALED_SUMS", set())
+    forgotten: list[int] = []
+    monkeypatch.setattr(mapped_files, "forget", lambda parts, _: forgotten.extend(size for _, size in parts))
+    make_llama(tmp_path / "source", **SIZES)
+    ours, _ = quantised_pair(tmp_path / "source", FORMATS[name], tmp_path)
+
+    assert load(ours, dtype="bfloat16").is_packed
+    stored = load_file(ours / "model.safetensors")
+    for kind in ("codes", "scales", "offsets"):
+        for size in {tensor.nbytes for name, tensor in stored.items() if name.endswith(f".{kind}")}:
+            assert size in forgotten
 
 
 def test_a_layer_that_was_left_plain_stays_plain(tmp_path: Path) -> None:

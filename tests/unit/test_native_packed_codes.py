@@ -148,6 +148,18 @@ def test_scales_of_nothing_are_packed(name: str) -> None:
     assert not packed.plain(torch.float32).any()
 
 
+@pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_scale_that_is_no_number_leaves_other_outputs_as_they_are(name: str, broken: float) -> None:
+    scales = torch.tensor([[broken], [1000.0]])
+    for offsets in (None, torch.ones(2, 1)):
+        weight = QuantizedWeight.of(torch.ones(2, 32, dtype=torch.int8), scales, offsets, bits=4, group=32)
+        packed = PackedCodes.of(weight, library.opened(name), torch.bfloat16)
+
+        assert torch.equal(packed.plain(torch.float32)[1], weight.plain(torch.float32)[1])
+        assert not packed.plain(torch.float32)[0].isfinite().any()
+
+
 @pytest.mark.skipif(not VARIANTS, reason="no libraries")
 def test_offsets_of_groups_of_sixteen_are_not_packed(draw: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets are multiplied with the sums of 32 inputs."""

@@ -84,7 +84,7 @@ class WeightSource:
             self.packed_bytes.append((weight.data_ptr(), weight.nbytes))
             return PackedWeight.of(weight, kernels)
         if kernels is not None and isinstance(weight, QuantizedWeight) and kernels.packs_codes(self.dtype, weight):
-            self.packed_bytes.append((weight.codes.data_ptr(), weight.codes.nbytes))
+            self.packed_bytes += [(each.data_ptr(), each.nbytes) for each in weight.tensors]
             return PackedCodes.of(weight, kernels, self.dtype)
         self._has_rows = True
         return weight

@@ -61,9 +61,13 @@ class QuantizedWeight:
         return 0.0
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        own = (self.codes, self.scales, self.offsets)
+        return tuple(each for each in own if each is not None)
+
+    @property
     def num_bytes(self) -> int:
-        tensors = (self.codes, self.scales, self.offsets)
-        return sum(each.numel() * each.itemsize for each in tensors if each is not None)
+        return sum(each.nbytes for each in self.tensors)
 
     def signed_codes(self, rows: slice = slice(None)) -> Tensor:
         """[rows, inputs] int8"""
