@@ -120,7 +120,7 @@ def test_the_codes_are_found_again(
         assert torch.equal(kernels.plain_rows(packed, first, torch.empty_like(rows)), rows)
 
 
-@pytest.mark.parametrize("times", [1.0, 2.0**-60, 2.0**60])
+@pytest.mark.parametrize("times", [1.0, 2.0**-147, 2.0**-60, 2.0**60])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_scales_have_the_bits_of_fp16_beside_bf16_and_the_range_of_fp32(
     name: str, times: float, draw: torch.Generator
@@ -138,6 +138,18 @@ def test_scales_have_the_bits_of_fp16_beside_bf16_and_the_range_of_fp32(
     assert packed.values.nbytes == whole.values.nbytes * 7 // 8, "6 and 1 bits a weight, and not 6 and 2"
     for found in (packed.plain(torch.float32), kernels.plain_rows(packed, 0, torch.empty(40, 96))):
         assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-11).all()
+
+
+@pytest.mark.parametrize(("code", "bits"), [(-33, 8), (-32, 6), (31, 6), (32, 8)])
+@pytest.mark.skipif(not VARIANTS, reason="no libraries")
+def test_codes_take_six_bits_where_all_of_them_fit(code: int, bits: int) -> None:
+    codes = torch.zeros(5, 64, dtype=torch.int8)
+    codes[4, 63] = code
+    weight = QuantizedWeight.of(codes, torch.ones(5, 2), None, bits=8, group=32)
+    packed = PackedCodes.of(weight, library.opened(VARIANTS[0]), torch.bfloat16)
+
+    assert packed.bits == bits
+    assert torch.equal(packed.plain(torch.float32), codes.float())
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -4,7 +4,7 @@
 
 Where codes lie in rows that is rounded once, to the type that is computed with: the weight is made row by row before it
 is multiplied, and has the bits of the plain weight it stands for. Where they are packed (`packed.py`) codes are
-multiplied, or weights in fp32: they are not rounded.
+multiplied, or weights in fp32: these are not rounded, but beside bf16 scales and offsets are, to fp16.
 
 How codes lie in memory is said in `native/quantized.h`.
 """

@@ -80,7 +80,7 @@ inline int code_at(const Linear& layer, const char* codes, int64_t k, int64_t la
     return ((low | (words[2 * BLOCK] >> (2 * i) & 3) << 4) ^ 32) - 32;
 }
 
-// Row n of such a weight, to [inputs]: what is in rows gives the same.
+// Row n of such a weight, to [inputs]: with scales of fp32 it is what codes in rows give.
 template <class T>
 inline void unpack_codes(const Linear& layer, int64_t n, T* to) {
     const char* block = (const char*)layer.weight + n / BLOCK * packed_codes_bytes(layer);
