@@ -135,7 +135,7 @@ class PackedCodes(Packed):
 def unit_of(*factors: Tensor | None) -> float:
     """The power of two whose multiples these are in fp16, where the largest one that is a number just fits."""
     largest = max(float(each.abs().nan_to_num(0.0, 0.0).max()) for each in factors if each is not None)
-    return math.ldexp(1.0, max(math.frexp(largest)[1] - HALF_EXPONENT, LEAST_EXPONENT)) if largest else 1.0
+    return math.ldexp(1.0, max(math.frexp(largest)[1] - HALF_EXPONENT, LEAST_EXPONENT))
 
 
 def _fit_six_bits(codes: Tensor) -> bool:
