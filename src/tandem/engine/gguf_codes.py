@@ -3,8 +3,9 @@
 How a type packs its bits is asked of the library, which makes numbers of blocks: of blocks whose scales are one these
 are the codes, and of blocks whose codes are all the same the scales. So a type is a line that says where scales are:
 
-    8 bits, groups of 32   Q8_0, Q5_0, Q5_1, Q5_K, IQ4_NL, IQ4_XS   those of four bits stand for uneven numbers
-    8 bits, groups of 16   Q6_K, Q3_K
+    8 bits, groups of 32   Q8_0, IQ4_NL, IQ4_XS   those of IQ4 stand for uneven numbers
+                           Q5_0, Q5_1, Q5_K       until they are packed
+    8 bits, groups of 16   Q6_K, Q3_K             the same
     4 bits, groups of 32   Q4_0, Q4_1, Q4_K
 """
 
