@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any  # JSON
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -103,6 +104,13 @@ def compressed(layout: str, bits: int, group: int | None, **changes: object) -> 
     }
 
 
+def with_activations(config: Any) -> dict[str, object]:
+    """Of few bits, too, where there is a device for that."""
+    (only,) = config["config_groups"].values()
+    only["input_activations"] = {"num_bits": 8, "type": only["weights"]["type"], "dynamic": True, "strategy": "token"}
+    return config
+
+
 @dataclass(frozen=True)
 class Format:
     tensors: Callable[[Layer], dict[str, Tensor]]
@@ -128,7 +136,7 @@ FORMATS: dict[str, Format] = {
     "packed4": Format(packed, compressed("pack-quantized", 4, 32), 4, 32, in_bf16=True),
     "packed4_channel": Format(packed, compressed("pack-quantized", 4, None), 4, None, in_bf16=True),
     "packed8": Format(packed, compressed("pack-quantized", 8, 64), 8, 64, in_bf16=True),
-    "bytes": Format(as_bytes, compressed("int-quantized", 8, None), 8, None),
+    "bytes": Format(as_bytes, with_activations(compressed("int-quantized", 8, None)), 8, None),
     "gguf4": Format(as_mapped, GGUF_CONFIG, 4, 32, False),
     "gguf8": Format(as_mapped, GGUF_CONFIG, 8, 16, False),
 }
@@ -163,3 +171,59 @@ def written(where: Path, tensors: dict[str, Tensor], config: dict[str, object]) 
     save_file(tensors, where / "model.safetensors")
     (where / "config.json").write_text(json.dumps(config))
     return where
+
+
+# --- numbers of 8 bits ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """block: outputs and inputs that have a scale in common; None stands for all of them."""
+
+    config: dict[str, object]
+    block: tuple[int | None, int | None]
+    scale: str = "weight_scale"
+    more: bool = False  # there is a scale for activations, too
+
+    def drawn(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        """What is stored of a layer, and the weight."""
+        size = [each or whole for each, whole in zip(self.block, shape, strict=True)]
+        blocks = [-(-whole // each) for each, whole in zip(size, shape, strict=True)]
+        scales = (torch.rand(blocks) + 0.5) / 100
+        numbers = (torch.randn(shape) * 20).to(torch.float8_e4m3fn)
+        places = [torch.arange(whole) // each for each, whole in zip(size, shape, strict=True)]
+        weight = numbers.float() * scales[places[0]][:, places[1]]
+        stored = {"weight": numbers, self.scale: scales[0, 0] if self.block == (None, None) else scales}
+        return stored | ({"input_scale": torch.tensor(0.5)} if self.more else {}), weight
+
+
+def compressed_numbers(**weights: object) -> dict[str, object]:
+    return with_activations(compressed("float-quantized", 8, None, **{"type": "float", **weights}))
+
+
+NUMBERS: dict[str, Numbers] = {
+    "blocks": Numbers(
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [64, 32]},
+        (64, 32),
+        "weight_scale_inv",
+    ),
+    "one": Numbers({"quant_method": "fp8", "activation_scheme": "static"}, (None, None), more=True),
+    "outputs": Numbers(compressed_numbers(strategy="channel"), (1, None)),
+    "blocks of compressed tensors": Numbers(
+        compressed_numbers(strategy="block", block_structure=[128, 128]), (128, 128)
+    ),
+}
+
+
+def pair_of_numbers(source: Path, form: Numbers, folder: Path) -> tuple[Path, Path]:
+    torch.manual_seed(0)
+    stored = load_file(source / "model.safetensors")
+    ours, plain = dict(stored), dict(stored)
+    for name in linear_names(stored):
+        tensors, plain[name] = form.drawn(tuple(stored[name].shape))
+        ours |= {f"{name.removesuffix('weight')}{kind}": tensor for kind, tensor in tensors.items()}
+    config = json.loads((source / "config.json").read_text())
+    return (
+        written(folder / "quantised", ours, {**config, "quantization_config": form.config}),
+        written(folder / "plain", plain, config),
+    )

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from engine_world import EngineWorld, prompt_of
-from quantized_models import FORMATS, compressed, gptq_config, quantised_pair
+from quantized_models import (
+    FORMATS,
+    NUMBERS,
+    compressed,
+    compressed_numbers,
+    gptq_config,
+    pair_of_numbers,
+    quantised_pair,
+)
 from safetensors.torch import load_file, save_file
 from shard_group import ThreadGroup, on_every_shard
 from tiny_models import make_llama, make_phi3, make_qwen3_moe
@@ -75,6 +83,27 @@ def test_in_bfloat16_it_does_so_but_for_rounding(name: str, tmp_path: Path) -> N
         assert (found - exact).norm() < 1.5 * (rounded - exact).norm(), "no further off than the plain one"
     kernels, weight = library.best(), load(ours, dtype="bfloat16").module.blocks[1].mlp.down_proj.weight
     assert isinstance(weight, PackedCodes) == (kernels is not None and kernels.packs_codes(torch.bfloat16, weight))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_8_bits_become_the_weights_that_they_are_scaled_to(name: str, tmp_path: Path) -> None:
+    make_llama(tmp_path / "source", **SIZES)
+    ours, plain = pair_of_numbers(tmp_path / "source", NUMBERS[name], tmp_path)
+    expected = answer(plain, prompt_of(40))
+    assert torch.equal(answer(ours, prompt_of(40)), expected)
+    assert torch.equal(answer(ours, prompt_of(40), dtype="bfloat16"), answer(plain, prompt_of(40), dtype="bfloat16"))
+
+    def on_shard(group: ThreadGroup) -> Tensor:
+        return answer(ours, prompt_of(40), group=group)
+
+    for found in on_every_shard(2, on_shard):
+        assert (found - expected).abs().max() < NEAR * max(1.0, expected.abs().max().item())
+
+    path = ours / "model.safetensors"
+    stored = load_file(path)
+    scale = f"model.layers.0.mlp.up_proj.{NUMBERS[name].scale}"
+    save_file({key: value for key, value in stored.items() if key != scale}, path)
+    assert "model.layers.0.mlp.up_proj.weight_scale is missing" in refusal(ours)
 
 
 @pytest.mark.parametrize(("is_quantised", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
@@ -177,7 +206,10 @@ def test_two_sides_that_quantise_differently_have_different_layouts(tmp_path: Pa
         (gptq_config(3, 32), "bits"),
         (gptq_config(4, 16), "group_size"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version"),
-        ({"quant_method": "fp8"}, "quant_method"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        (compressed_numbers(strategy="group", group_size=32), "strategy"),
+        (compressed_numbers(strategy="channel", type="int"), "type"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method"),
         (compressed("marlin-24", 4, 32), "format"),
         (compressed("pack-quantized", 4, 32, symmetric=False), "symmetric"),

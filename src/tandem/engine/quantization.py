@@ -2,10 +2,12 @@
 
     int8, int4           made here, of a plain checkpoint, when it is loaded
     gptq, awq            4 or 8 bits, and 4, with the layouts of AutoGPTQ and AutoAWQ (GEMM)
-    compressed-tensors   weights only: `pack-quantized` of 4 or 8 bits, `int-quantized` of 8
+    compressed-tensors   `pack-quantized` of 4 or 8 bits, `int-quantized` of 8, `float-quantized` of 8
+    fp8                  numbers of 8 bits with a scale for each block of outputs and inputs, or for all of them
     gguf                 8 or 4 bits, layer by layer: of the directory that a GGUF file becomes
 
-Whatever of these is not computed is refused here, by name.
+Numbers of 8 bits become plain weights. Activations stay as they are, whatever a checkpoint would have them rounded to:
+that is nearer to the model that it was made of. What of weights is not computed is refused here, by name.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from tandem.logtext import shown
 MOST_GROUP = 1 << 20
 LEAST_GROUP = 32  # inputs that the kernels take at once
 GPTQ, GPTQ_V2 = "gptq", "gptq_v2"
-PACKED, BYTES = "pack-quantized", "int-quantized"
+PACKED, BYTES, NUMBERS = "pack-quantized", "int-quantized", "float-quantized"
 WHERE = "config.json: quantization_config"
 
 
@@ -32,6 +34,13 @@ class Quantization:
     @property
     def is_made_here(self) -> bool:
         return self.method not in STORED_METHODS
+
+
+@dataclass(frozen=True, slots=True)
+class NumberQuantization(Quantization):
+    """Numbers (e4m3), and no codes."""
+
+    block: tuple[int, int] | None = None  # outputs and inputs with one scale; None: each output has one
 
 
 def quantization_of(stored: Quantization | None, asked: str | None) -> Quantization | None:
@@ -64,6 +73,8 @@ def read_quantization(config: Fields) -> Quantization | None:
             return _awq(said)
         case "compressed-tensors":
             return _compressed(said)
+        case "fp8":
+            return _fp8(said)
         case "gguf":
             return Quantization("gguf", 0)
     raise _refused("quant_method", said.values.get("quant_method"), f"known are {', '.join(STORED_METHODS)}")
@@ -101,21 +112,39 @@ def _compressed(said: Fields) -> Quantization:
     weights = None if only is None else only.section("weights")
     if only is None or weights is None:
         raise _refused("config_groups", groups.values, "it has to say of which weights")
-    for name in ("input_activations", "output_activations"):
-        if only.has(name):
-            raise _refused(name, only.values[name], "activations are not quantised")
     layout = only.text("format", default=said.text("format", default=""))
-    if layout not in (PACKED, BYTES):
-        raise _refused("format", layout, f"known are {PACKED} and {BYTES}")
-    for name, wanted in (("type", "int"), ("symmetric", True), ("dynamic", False), ("actorder", None)):
+    if layout not in (PACKED, BYTES, NUMBERS):
+        raise _refused("format", layout, f"known are {PACKED}, {BYTES} and {NUMBERS}")
+    kind = "float" if layout == NUMBERS else "int"
+    for name, wanted in (("type", kind), ("symmetric", True), ("dynamic", False), ("actorder", None)):
         value = weights.values.get(name, wanted)
         if value not in (wanted, None, "weight", "static") or (name != "actorder" and value is None):
-            raise _refused(name, value, "symmetric whole numbers in the order of the inputs are")
+            raise _refused(name, value, "symmetric numbers in the order of the inputs are")
     bits = _bits(weights, "num_bits", (4, 8) if layout == PACKED else (8,))
     strategy = weights.text("strategy", default="tensor")
-    if strategy not in ("group", "channel", "tensor"):
-        raise _refused("strategy", strategy, "known are group, channel and tensor")
+    known = ("block" if layout == NUMBERS else "group", "channel", "tensor")
+    if strategy not in known:
+        raise _refused("strategy", strategy, f"known are {', '.join(known)}")
+    if strategy == "block":
+        return NumberQuantization("compressed-tensors", bits, block=_block(weights, "block_structure"))
+    if layout == NUMBERS:
+        return NumberQuantization("compressed-tensors", bits)
     return Quantization("compressed-tensors", bits, _group(weights) if strategy == "group" else None, layout)
+
+
+def _fp8(said: Fields) -> Quantization:
+    if (fmt := said.text("fmt", default="e4m3")) != "e4m3":
+        raise _refused("fmt", fmt, "known is e4m3")
+    block = _block(said, "weight_block_size") if said.has("weight_block_size") else None
+    return NumberQuantization("fp8", 8, block=block)
+
+
+def _block(said: Fields, name: str) -> tuple[int, int]:
+    match said.values.get(name):
+        case [int(outputs), int(inputs)] if min(outputs, inputs) > 0 and max(outputs, inputs) <= MOST_GROUP:
+            return outputs, inputs
+        case other:
+            raise _refused(name, other, "two whole numbers are, of outputs and inputs")
 
 
 def _bits(said: Fields, name: str, known: tuple[int, ...]) -> int:

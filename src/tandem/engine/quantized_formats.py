@@ -9,6 +9,9 @@
            weight_packed [outputs, inputs * bits / 32]   words along the inputs, each value half of its range higher
            weight        [outputs, inputs] int8          of `int-quantized`
            weight_scale  [outputs, groups], or one of all, weight_shape [2]
+    fp8, and compressed-tensors `float-quantized`
+           weight        [outputs, inputs] e4m3, becomes plain
+           weight_scale, weight_scale_inv   [outputs, 1], or one of each block, or one of all; input_scale is not read
     gguf   codes [outputs, bytes], of 8 bits int8, of 4 uint8, scales and perhaps offsets [outputs, groups] fp32:
            `QuantizedWeight` as it is computed with, so it is mapped; the group follows from the shapes. What a GGUF
            file becomes.
@@ -25,11 +28,13 @@ from torch import Tensor
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.documents import ModelError
 from tandem.engine.layers.quantized import LEAST_GROUP, SMALL_GROUP, QuantizedWeight, packed_bytes
-from tandem.engine.quantization import GPTQ, PACKED, Quantization
+from tandem.engine.quantization import GPTQ, PACKED, NumberQuantization, Quantization
 from tandem.logtext import shown
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which four bits of a word each of eight outputs is
 FLOATS = ("F32", "BF16", "F16")
+FLOAT8 = "F8_E4M3"
+ONE = ((), (1,), (1, 1))  # shapes of a scale of all
 GGUF_CONFIG = {"quant_method": "gguf"}  # of config.json
 CODES = ".codes"  # ends the names of such codes
 CODE_BITS = {"I8": 8, "U8": 4}  # by the type that they are stored as: 64 inputs take as many bytes of either
@@ -102,6 +107,24 @@ class MappedLinear:
         return StoredLinear(codes, scales, offsets, it.bits, it.group).part(name, slice(None), columns)
 
 
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """A whole layer of numbers that are a part of the plain ones."""
+
+    numbers: Tensor  # [outputs, inputs]
+    scales: Tensor  # [blocks of outputs, blocks of inputs] fp32
+    block: tuple[int, int]
+
+    def part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """fp32"""
+        numbers = self.numbers[rows, columns]
+        of_outputs, of_inputs = (
+            torch.arange(size)[part] // block
+            for size, part, block in zip(self.numbers.shape, (rows, columns), self.block, strict=True)
+        )
+        return numbers.float() * self.scales[of_outputs][:, of_inputs]
+
+
 def gguf_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """What `read_quantized` reads again."""
     codes = weight.codes.view(torch.int8) if weight.bits == 8 else weight.codes
@@ -121,8 +144,10 @@ def refuse_cut_groups(name: str, columns: slice, *, inputs: int, group: int) -> 
 
 def read_quantized(
     scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int
-) -> StoredLinear | MappedLinear:
+) -> StoredLinear | MappedLinear | PlainLinear:
     """Raises ModelError where tensors are missing or have other shapes than the scheme says."""
+    if isinstance(scheme, NumberQuantization):
+        return _numbers(scheme, tensors, outputs, inputs)
     match scheme.method:
         case "gptq":
             return _gptq(scheme, tensors, outputs, inputs)
@@ -179,10 +204,22 @@ def _compressed(scheme: Quantization, tensors: StoredTensors, outputs: int, inpu
     else:
         codes = tensors.take("weight", outputs, inputs, dtypes=("I8",))
     kind = "weight_scale"
-    is_one = tensors.shape(kind) in ((), (1,), (1, 1))
+    is_one = tensors.shape(kind) in ONE
     stored = tensors.take(kind, *(tensors.shape(kind) if is_one else (outputs, groups)), dtypes=FLOATS).float()
     scales = stored.reshape(1, 1).expand(outputs, groups) if is_one else stored
     return StoredLinear(codes, scales, None, bits, group)
+
+
+def _numbers(scheme: NumberQuantization, tensors: StoredTensors, outputs: int, inputs: int) -> PlainLinear:
+    numbers = tensors.take("weight", outputs, inputs, dtypes=(FLOAT8,))
+    kind = "weight_scale_inv" if tensors.has("weight_scale_inv") else "weight_scale"
+    is_one = tensors.shape(kind) in ONE
+    block = (outputs, inputs) if is_one else scheme.block or (1, inputs)
+    blocks = -(-outputs // block[0]), -(-inputs // block[1])
+    scales = tensors.take(kind, *(tensors.shape(kind) if is_one else blocks), dtypes=FLOATS)
+    if tensors.has("input_scale"):
+        tensors.take("input_scale", *tensors.shape("input_scale"), dtypes=FLOATS)
+    return PlainLinear(numbers, scales.float().view(blocks), block)
 
 
 def _gguf(tensors: StoredTensors, outputs: int, inputs: int) -> MappedLinear:

@@ -107,7 +107,10 @@ class WeightSource:
             return quantized(plain, bits=scheme.bits) if self._has_data else plain
         tensors = StoredTensors(self._checkpoint, name, self.taken)
         stored = read_quantized(scheme, tensors, outputs, inputs)
-        return stored.part(name, rows, columns) if self._has_data else torch.empty(0)
+        if not self._has_data:
+            return torch.empty(0)
+        part = stored.part(name, rows, columns)
+        return part.to(self.dtype) if isinstance(part, Tensor) else part
 
     def everything(self) -> dict[str, Tensor]:
         names = self._checkpoint.names()

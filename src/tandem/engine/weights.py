@@ -26,6 +26,7 @@ from tandem.engine.native import library
 from tandem.engine.native.library import Kernels
 from tandem.engine.parallel import Group, HeadShard, OneShard, Shard, layers_of
 from tandem.engine.quantization import Quantization, quantization_of
+from tandem.engine.quantized_formats import FLOAT8
 from tandem.engine.transformers_facts import examined_here
 from tandem.engine.weight_source import STORED, WeightSource
 from tandem.engine.weights_digest import tensor_digests, weights_digest
@@ -246,7 +247,7 @@ def _bytes_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, quantizatio
     bits = 8 * dtype.itemsize
     if quantization is not None and quantization.is_made_here and len(shape) == 2 and ".layers." in name:
         bits = quantization.bits + 1  # scales are less than a bit
-    elif checkpoint.dtype_of(name) not in STORED:
+    elif checkpoint.dtype_of(name) not in (*STORED, FLOAT8):
         bits = STORED_BITS.get(checkpoint.dtype_of(name), 64)
     return math.prod(shape) * bits // 8
 
