@@ -96,13 +96,13 @@ def kind_of(name: str, settings: type = ServerConfig) -> type:
     return kind
 
 
-def words_instead(name: str, settings: type = ServerConfig) -> tuple[str, ...]:
+def words_instead(name: str, settings: type) -> tuple[str, ...]:
     """Of `float | Literal["auto"] | None`: what may be said instead of a number."""
     parts = get_args(get_type_hints(settings)[name])
     return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
 
 
-def scalar(kind: type, words: tuple[str, ...] = ()) -> Callable[[str], object]:
+def scalar(kind: type, words: tuple[str, ...]) -> Callable[[str], object]:
     """What argparse makes a value with."""
     if words:
         return lambda text: text if text in words else number_or(text, words)

@@ -495,7 +495,7 @@ class Endpoints:
         resumed = await off_loop(size, LOOP_IDS, goes_on, asks, resume, self._text, self._tokenizer, self._limits)
         return resumed.asks, resumed
 
-    def _timeout_ns(self, request: Request, routing: Routing | None = None) -> int:
+    def _timeout_ns(self, request: Request, routing: Routing | None) -> int:
         """As the head says, and the body where it is there."""
         given = None if routing is None else routing.timeout
         return check_timeout(given, request.headers.get("x-request-timeout-ms"), self._config.request_timeout)

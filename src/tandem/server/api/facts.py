@@ -16,7 +16,7 @@ SECRET_BYTES = 32
 
 
 class ModelFacts(Struct):
-    """Filled by whoever starts the server: from the model directory, and from the worker once it is ready."""
+    """From the model directory and the flags, before anything starts."""
 
     model_path: str
     architectures: list[str]
@@ -26,7 +26,6 @@ class ModelFacts(Struct):
     vocab_size: int
     eos_token_ids: frozenset[int]
     dtype: str
-    num_pages: int = 0  # until the node is ready
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # those that the server was told to take
     chat_template: str = ""  # in place of the model's own
     task: Task = Task.TOKENS

@@ -57,10 +57,6 @@ class NodeRank:
         self._bootstraps = BootstrapClient(hosts, own=self._own_replica, report=self._report)
 
     @property
-    def is_active(self) -> bool:
-        return self.state.is_active
-
-    @property
     def trouble(self) -> str:
         return self.state.trouble
 

@@ -41,7 +41,6 @@ from tandem.server.api.validation import (
     Prompt,
     SampleRequest,
     Task,
-    not_a_model,
     submission,
 )
 
@@ -230,7 +229,8 @@ class Ops:
         )
 
     def _num_pages(self) -> int:
-        return self._model.num_pages if self._client.node is None else self._client.node.num_pages
+        """Until a node is ready nobody knows."""
+        return 0 if self._client.node is None else self._client.node.num_pages
 
     # load
 
@@ -394,9 +394,9 @@ def aggregate(loads: list[Numbers]) -> Numbers:
 
 def check_model(name: str | None, config: ServerConfig) -> None:
     """Raises `Refusal` for a model that is not served here; no name means the one there is."""
-    served = (config.model_name, config.model)
-    if name and name not in served:
-        raise not_a_model(name, served)
+    if name and name not in (config.model_name, config.model):
+        detail = f"the model {name!r} is not served here; it serves {config.model_name!r}"
+        raise Refusal(Problem.MODEL_NOT_FOUND, detail, param="model")
 
 
 def probe(tokenizer: Tokenizer, limits: ModelLimits) -> SampleRequest:

@@ -124,8 +124,8 @@ def check_params(
     seed: int | None,
     top_logprobs: int | None,  # None: no logprobs wanted
     keeps_stop: bool,
-    grammar: str = "",
-    prompt_logprobs_from: int | None = None,
+    grammar: str,
+    prompt_logprobs_from: int | None,
     prompt_top_logprobs: int | None = None,  # None: as many as of the answer
 ) -> GenerationParams:
     """Check what does not depend on the prompt and no type can say; raises `Refusal` for the first thing wrong."""
@@ -584,9 +584,3 @@ def hashed(purpose: bytes, value: int, index: int) -> int:
     """63 bits."""
     digest = hashlib.sha256(b"tandem/%s/%d/%d" % (purpose, value, index)).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def not_a_model(name: str, served: Sequence[str]) -> Refusal:
-    return Refusal(
-        Problem.MODEL_NOT_FOUND, f"the model {name!r} is not served here; it serves {served[0]!r}", param="model"
-    )

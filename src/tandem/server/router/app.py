@@ -80,7 +80,7 @@ from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prober import Prober
 from tandem.server.router.prompt_blocks import PromptBlocks, no_blocks
 from tandem.server.router.record import Draws
-from tandem.server.router.shell import CONNECT_SECONDS, RouterShell
+from tandem.server.router.shell import RouterShell
 from tandem.server.router.worker_documents import (
     STAGE,
     Aborted,
@@ -101,6 +101,7 @@ from tandem.server.router.worker_documents import (
 from tandem.server.router.worker_pages import WorkerPages
 from tandem.server.tracing import NO_TRACING, Tracing, make_tracing
 
+CONNECT_SECONDS = 5.0  # to a worker
 FIRST_LOOK_SECONDS = 4.0  # longer than the timeout of a probe
 PROBE_SECONDS = 2.5  # less than the core waits: what comes later would be taken for the answer to the next probe
 CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation, and between two pieces of it

@@ -72,7 +72,6 @@ DOCUMENT_BYTES_MAX = 256 << 20
 REJECTION_BYTES_MAX = 1 << 20
 PREFILL_TAIL_BYTES = 16 << 10
 REJECTION_TAIL_BYTES = 16 << 10
-CONNECT_SECONDS = 5.0
 OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout", FIELD)  # the router's to say
 
 

@@ -84,10 +84,10 @@ def number_of(value: object) -> float:
     return value if isinstance(value, int) else 0
 
 
-def passed_on(document: object, status: int = 200) -> JSONResponse:
+def passed_on(document: object) -> JSONResponse:
     """An answer made of workers' documents. Raises Refusal where they are nested beyond what can be written."""
     try:
-        return JSONResponse(document, status)
+        return JSONResponse(document)
     except (RecursionError, ValueError) as error:
         detail = f"what a worker has answered cannot be passed on: {error}"
         raise Refusal(Problem.CONNECTION_LOST, detail, stage=STAGE) from None
