@@ -218,7 +218,7 @@ class GenerateReply:
         if is_ended:
             record = sample.record(endpoint="", request_id="")
             meta["kv_pages"] = record.kv_pages
-            meta["kv_bytes"] = record.kv_pages * sample.page_bytes
+            meta["kv_bytes"] = record.kv_bytes
             meta["computed_tokens"] = record.computed_tokens
             meta["retries"] = record.retries
         return meta

@@ -34,7 +34,7 @@ from tandem.server.api.errors import Failure, Problem, error_event, error_header
 from tandem.server.api.http1 import CUT
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.rendering import Renderer
-from tandem.server.api.resume import TELLS, Piece, PieceKind
+from tandem.server.api.resume import TELLS, Piece, PieceKind, Said
 from tandem.server.api.telling import Teller
 from tandem.server.api.text import TextStream
 from tandem.server.api.validation import SampleRequest
@@ -137,45 +137,45 @@ class Sample:
 
     @property
     def finish_reason(self) -> str:
-        ended = self.live.ended
         if not self.ask.max_new_tokens and self.ask.params.vector is None:
             return "length"
-        if isinstance(self.text.matched, str) or not isinstance(ended, commands.FinishRequest):
+        if isinstance(self.text.matched, str) or self.finished is None:
             return "stop"
-        return ended.reason.value
+        return self.finished.reason.value
+
+    @property
+    def finished(self) -> commands.FinishRequest | None:
+        """What the node has said of its end; None: it runs, or has failed."""
+        return self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else None
 
     @property
     def path(self) -> str | None:
-        news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
+        news = self.finished or self.live.started
         return None if news is None else news.path.value
 
     @property
-    def cached_tokens(self) -> int:
-        if self.ask.said is not None:
-            return self.ask.said.cached_tokens
-        news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
-        return 0 if news is None else news.cached_tokens
+    def _found(self) -> Said | commands.FinishRequest | commands.StartRequest | None:
+        """Who says how much of its prompt was found: whoever began its stream, else the node."""
+        return self.ask.said or self.finished or self.live.started
 
     @property
-    def vector(self) -> bytes:
-        """float32 little endian; empty of who wanted tokens, or got none."""
-        return self.live.ended.vector if isinstance(self.live.ended, commands.FinishRequest) else b""
+    def cached_tokens(self) -> int:
+        return 0 if (found := self._found) is None else found.cached_tokens
 
     @property
     def host_tokens(self) -> int:
         """Those of them that came from host memory."""
-        if self.ask.said is not None:
-            return self.ask.said.host_tokens
-        news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
-        return 0 if news is None else news.host_tokens
+        return 0 if (found := self._found) is None else found.host_tokens
 
     @property
     def storage_tokens(self) -> int:
         """Those of these that came there from storage."""
-        if self.ask.said is not None:
-            return self.ask.said.storage_tokens
-        news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
-        return 0 if news is None else news.storage_tokens
+        return 0 if (found := self._found) is None else found.storage_tokens
+
+    @property
+    def vector(self) -> bytes:
+        """float32 little endian; empty of who wanted tokens, or got none."""
+        return b"" if self.finished is None else self.finished.vector
 
     def scores_of_prompt(self) -> list[TokenScore | None]:
         """One for each prompt token from `prompt_logprobs_from` on, where that is one; the first has none."""
@@ -200,12 +200,10 @@ class Sample:
 
     def record(self, *, endpoint: str, request_id: str) -> RequestRecord:
         """What is said of it when it is over, or when its client has left."""
-        ended = self.live.ended
-        failure = self.failure
-        if ended is None:
+        failure, finish = self.failure, self.finished
+        if self.live.ended is None:
             has_left = self.live.generation.is_abandoned
             failure = Failure(Cause.ABORTED, "the client left" if has_left else "another sample failed", None, "client")
-        finish = ended if isinstance(ended, commands.FinishRequest) else None
         return RequestRecord(
             rid=self.ask.rid,
             request_id=request_id,
