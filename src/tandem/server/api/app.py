@@ -51,7 +51,7 @@ from tandem.server.api.detokenizer import detokenizer
 from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
 from tandem.server.api.facts import ModelFacts, limits_of
 from tandem.server.api.faults import FaultsPage
-from tandem.server.api.gate import Found, error_response, read_body, within
+from tandem.server.api.gate import Found, error_response, not_served, on_disconnect, read_body, within
 from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.http_counting import CountingMiddleware
@@ -552,15 +552,4 @@ class Endpoints:
 
 async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    if error.status_code == 405:
-        response = error_response(
-            Failure(Problem.METHOD_NOT_ALLOWED, f"{path} has no method {request.method}"), request.state.request_id
-        )
-        response.headers.update(error.headers or {})
-        return response
-    return error_response(Failure(Problem.NOT_FOUND, f"there is no {path}"), request.state.request_id)
-
-
-async def on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return not_served(error, request.method, request.scope["path"], request.state.request_id)

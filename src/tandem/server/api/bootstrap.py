@@ -34,8 +34,8 @@ from tandem.server.api.body_store import BodyStore
 from tandem.server.api.bootstrap_questions import MAX_ROOMS_PER_QUERY, registration
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.cluster_auth import CHALLENGE_HEADER, CHALLENGE_PATH, WriteGuard, has_hash
-from tandem.server.api.errors import Failure, Problem, Refusal, invalid
-from tandem.server.api.gate import error_response, request_id_of
+from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.gate import error_response, not_served, on_disconnect, request_id_of
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.validation import check_room
 from tandem.server.documents import PREFILL_HEADER, BadDocument, one_line, read_document, read_replica
@@ -216,14 +216,4 @@ async def on_refusal(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     request_id = request_id_of(Headers(scope=request.scope))
-    path = one_line(request.scope["path"])
-    if error.status_code == 405:
-        failure = Failure(Problem.METHOD_NOT_ALLOWED, f"{path} has no method {request.method}")
-        response = error_response(failure, request_id)
-        response.headers.update(error.headers or {})
-        return response
-    return error_response(Failure(Problem.NOT_FOUND, f"there is no {path}"), request_id)
-
-
-async def on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return not_served(error, request.method, one_line(request.scope["path"]), request_id)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +17,7 @@ from tandem.server.api.bounds import MAX_BODY_BYTES
 from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal, error_headers, error_json
 
 MAX_REQUEST_ID_CHARS = 256
+CLIENT_LEFT = 499  # as proxies have it
 CODING = "content-encoding"
 Found = TypeVar("Found")
 
@@ -30,6 +32,20 @@ def request_id_of(headers: Headers) -> str:
 
 def error_response(failure: Failure, request_id: str) -> Response:
     return Response(error_json(failure, request_id), status_code=failure.status, headers=error_headers(failure))
+
+
+def not_served(failed: HTTPException, method: str, path: str, request_id: str) -> Response:
+    """Of a path or a method that the routes do not have."""
+    if failed.status_code == 405:
+        response = error_response(Failure(Problem.METHOD_NOT_ALLOWED, f"{path} has no method {method}"), request_id)
+        response.headers.update(failed.headers or {})
+        return response
+    return error_response(Failure(Problem.NOT_FOUND, f"there is no {path}"), request_id)
+
+
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    """Of an endpoint whose client has left: nobody reads it."""
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def read_body(request: Request) -> bytes:

@@ -1,10 +1,9 @@
-"""ASGI middleware that counts requests and answers; what nobody was answered counts as 499, as proxies have it."""
+"""ASGI middleware that counts requests and answers; what nobody was answered counts as `CLIENT_LEFT`."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.metrics.http_counts import HttpCounts
-
-UNANSWERED = 499
+from tandem.server.api.gate import CLIENT_LEFT
 
 
 class CountingMiddleware:
@@ -16,7 +15,7 @@ class CountingMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = UNANSWERED
+        status = CLIENT_LEFT
 
         async def noted(message: Message) -> None:
             nonlocal status

@@ -46,7 +46,7 @@ from tandem.server.api.cors import cors
 from tandem.server.api.debug_page import show_page
 from tandem.server.api.errors import Failure, Problem, Refusal
 from tandem.server.api.front import ROLE_HEADER, about, docs_response
-from tandem.server.api.gate import error_response, read_body
+from tandem.server.api.gate import error_response, on_disconnect, read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openapi import behind_router
@@ -74,7 +74,7 @@ from tandem.server.router.forward import (
     WorkerRoute,
     sent_headers,
 )
-from tandem.server.router.generate import CLIENT_LEFT, GENERATION_PATHS, Generate, model_of
+from tandem.server.router.generate import GENERATION_PATHS, Generate, model_of
 from tandem.server.router.last_steps import RouterLastSteps
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prober import Prober
@@ -151,7 +151,7 @@ class RouterApp:
             exception_handlers={
                 Refusal: refused,
                 HTTPException: not_served,
-                ClientDisconnect: has_left,
+                ClientDisconnect: on_disconnect,
                 Exception: self._our_bug,
             },
         )
@@ -481,10 +481,6 @@ async def not_served(request: Request, error: Exception) -> Response:
     response = error_response(failure, request.state.request_id)
     response.headers.update(error.headers or {})
     return response
-
-
-async def has_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_LEFT)  # nobody reads it
 
 
 def listen(config: RouterConfig) -> socket.socket:

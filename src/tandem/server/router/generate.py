@@ -33,7 +33,7 @@ from tandem.server.api.errors import (
     error_json,
     invalid,
 )
-from tandem.server.api.gate import read_body, within
+from tandem.server.api.gate import CLIENT_LEFT, read_body, within
 from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.response_store import PendingResponse, ResponseStore, owner_of
@@ -50,7 +50,6 @@ from tandem.server.tracing import Span, Tracing, abort_info, ending_with_errors,
 
 RESPONSES = "/v1/responses"
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES, "/generate")
-CLIENT_LEFT = 499
 NAMED_MODELS = 8  # in an error
 CODES: dict[str, Code] = {code.value: code for code in RULES}
 
