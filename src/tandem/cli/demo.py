@@ -24,7 +24,7 @@ PROMPT = (  # of a kind that the bundled model has learned, and answers rightly
     "How many people are on the ferry now?"
 )
 MAX_NEW_TOKENS = 160
-START_S = 60.0
+READY_S = 60.0  # of the bundled model
 ANSWER_S = 60.0
 
 
@@ -68,7 +68,7 @@ def _run(prompt: str, screen: Screen) -> dict[str, Any]:
     with temporary_fleet("demo", engines=3) as fleet:
         router = start_pd(fleet, MODEL, prefills=1, decodes=1, router_port=router_port)
         unified = fleet.start("unified", serve_words(MODEL, unified_port), port=unified_port)
-        fleet.wait_ready(timeout_s=START_S, tell=lambda member: screen.say(f"  {member.name:<10} {member.url}"))
+        fleet.wait_ready(timeout_s=READY_S, tell=lambda member: screen.say(f"  {member.name:<10} {member.url}"))
         return compare(router, unified, prompt, screen)
 
 

@@ -1,7 +1,8 @@
 """Several `tandem` processes on this machine as one thing: started together, watched, ended together.
 
-For `tandem up`, `tandem demo` and the tests. A member that fails to start ends all others, and the line in which it
-says why is the line that the user sees. Should this process be killed, the kernel tells the members to drain.
+For `tandem up`, `tandem demo`, `tandem doctor` and the tests. A member that fails to start ends all others, and the
+line in which it says why is the line that the user sees. Should this process be killed, the kernel tells the members
+to drain.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from tandem.membership import NoPlaceForSecret, SecretError, make_secret, user_s
 from tandem.programs import module_command
 from tandem.server.processes import describe_exit, end_with_parent
 
+START_S = 600.0  # until all are ready: a large model takes its time
 POLL_S = 0.02
 PROBE_S = 1.0
 BACKLOG = 2048  # connections that wait for a router
@@ -134,7 +136,7 @@ class Fleet:
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
 
-    def wait_ready(self, *, timeout_s: float, tell: Callable[[Member], None] = lambda member: None) -> None:
+    def wait_ready(self, *, timeout_s: float = START_S, tell: Callable[[Member], None] = lambda member: None) -> None:
         """Until every member is ready; `tell` hears of each. Raises CommandFailed.
 
         Also where one that was ready has ended: others may wait for it.

@@ -12,7 +12,6 @@ from tandem.cli.supervisor import Supervisor
 from tandem.config import ServerConfig
 from tandem.server.logs import say
 
-START_S = 600.0  # a large model takes its time
 DRAIN_S = 90.0  # more than --drain-timeout of servers and router, unless the user raises that
 FLAGS = ("server_flags", "prefill_flags", "decode_flags", "router_flags")
 # What this command says itself: another word would have it watch, or send requests to, somebody who is not there.
@@ -125,7 +124,7 @@ def _run(args: argparse.Namespace, more_flags: Mapping[str, Sequence[str]]) -> N
             kv_events=args.kv_events_config,
             **more_flags,
         )
-        fleet.wait_ready(timeout_s=START_S, tell=_tell)
+        fleet.wait_ready(tell=_tell)
         _say(f"ready: {args.model} at {router.url}/v1 (logs in {fleet.folder}); Ctrl+C drains")
         _say(f"talk to it from another terminal: tandem chat --url {router.url}")
         try:

@@ -16,6 +16,9 @@ from tandem.logtext import shown
 
 CONFIG_BYTES = 4 << 20
 MOST_MESSAGE_CHARS = 2000
+# What any of them may say of a model.
+MOST_FEATURES = 1 << 20
+MOST_HEADS = 1 << 14
 UNREADABLE = (OSError, ValueError, RecursionError, MemoryError)  # what reading and parsing foreign bytes may raise
 
 

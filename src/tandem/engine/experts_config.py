@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from tandem.engine.documents import Fields, ModelError
+from tandem.engine.documents import MOST_FEATURES, Fields, ModelError
 
 MOST_EXPERTS = 1 << 12
-MOST_FEATURES = 1 << 20
 COUNTS = ("num_experts", "num_local_experts")  # two spellings of one number
 
 

@@ -27,7 +27,7 @@ from typing import Any  # values of JSON documents
 
 from tandem.core.values import PAGE_TOKENS
 from tandem.engine.block_config import BlockConfig, read_blocks
-from tandem.engine.documents import Fields, ModelError, read_json
+from tandem.engine.documents import MOST_FEATURES, MOST_HEADS, Fields, ModelError, read_json
 from tandem.engine.encoder_config import EncoderConfig, read_encoder
 from tandem.engine.eos import eos_ids, tokenizer_eos
 from tandem.engine.experts_config import ExpertsConfig, read_experts
@@ -42,9 +42,7 @@ from tandem.logtext import shown
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "parse_config", "read_config", "read_json"]
 
 MOST_VOCAB = 1 << 24
-MOST_FEATURES = 1 << 20
 MOST_LAYERS = 1 << 12
-MOST_HEADS = 1 << 14
 MOST_HEAD_DIM = 1 << 13
 MOST_PAGE_TOKENS = 512  # that a page has unless told
 WHERE = "config.json"

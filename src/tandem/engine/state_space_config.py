@@ -6,9 +6,8 @@ in one way only (`kv_memory.py`).
 
 from dataclasses import dataclass
 
-from tandem.engine.documents import Fields, ModelError
+from tandem.engine.documents import MOST_HEADS, Fields, ModelError
 
-MOST_HEADS = 1 << 14
 MOST_SIZE = 1 << 12
 KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}  # two spellings of each
 

@@ -40,6 +40,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: i
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 SPINNING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
 EXIT_WITH_OTHERS = 3  # of a node or worker that ends because another process is gone
+EXIT_GRACE_S = 5.0  # for children that were told to end
 GROUP_HOST = "127.0.0.1"  # the workers of a replica are on one machine
 
 ChildName = Literal["node", "worker"]

@@ -63,6 +63,7 @@ from tandem.server.hosts.leader import Hooks, HostLost, OtherHosts
 from tandem.server.logs import say
 from tandem.server.node.settings import delayer_settings
 from tandem.server.processes import (
+    EXIT_GRACE_S,
     STOP_SIGNALS,
     ChildName,
     Children,
@@ -73,7 +74,6 @@ from tandem.server.processes import (
 )
 from tandem.server.tracing import make_tracing
 
-EXIT_GRACE_S = 5.0  # for children that were told to end
 ABORT_S = 2.0  # for nodes to say that what was aborted has ended
 FLUSH_S = 2  # for responses that have their last token, or their error
 RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; doubles while it dies before it is ready

@@ -44,6 +44,7 @@ from tandem.server.hosts.messages import (
 from tandem.server.node.session import NotAMember
 from tandem.server.node.settings import heartbeat
 from tandem.server.processes import (
+    EXIT_GRACE_S,
     GROUP_HOST,
     STOP_SIGNALS,
     Launch,
@@ -59,7 +60,6 @@ from tandem.server.wire import EVERY_HOST
 
 REDIAL_S = 0.5
 POLL_S = 0.05  # how often it looks whether its workers are there
-EXIT_GRACE_S = 5.0  # for workers whose node has told them to end
 
 logger = logging.getLogger("tandem.hosts")
 
