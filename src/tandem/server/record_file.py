@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from tandem.server.channel import HEAD_BYTES
+from tandem.server.frames import HEAD_BYTES
 from tandem.server.wire import MAX_FRAME_BYTES
 
 Frame = TypeVar("Frame")

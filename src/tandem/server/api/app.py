@@ -64,6 +64,7 @@ from tandem.server.api.kv_transfer_params import (
     read_params,
 )
 from tandem.server.api.large_body import decode_both
+from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.live_requests import IncomingRequest
 from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, count_tokens, read_messages
 from tandem.server.api.off_loop import off_loop
@@ -82,10 +83,8 @@ from tandem.server.api.tokenization import TokenizationPage
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (
     GenerationParams,
-    ModelLimits,
     Prompt,
     SampleRequest,
-    Task,
     ask_all,
     beyond,
     check_task,

@@ -15,13 +15,13 @@ from tandem.sampling import TokenScore
 from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_PROMPTS
 from tandem.server.api.errors import Failure, invalid
+from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.stream import Sample
 from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (
     GenerationParams,
-    ModelLimits,
     Names,
     Prompt,
     check_params,

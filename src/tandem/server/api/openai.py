@@ -16,6 +16,7 @@ from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, LOOP_SAMPLES, MAX_PROMPTS
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, flat_message
 from tandem.server.api.errors import Failure, contradiction, invalid
+from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.stream import Sample
 from tandem.server.api.structured_output import read_grammar
@@ -23,7 +24,6 @@ from tandem.server.api.tokenizer import RenderedChat, Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 from tandem.server.api.validation import (
     GenerationParams,
-    ModelLimits,
     Names,
     Prompt,
     check_params,

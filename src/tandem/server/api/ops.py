@@ -29,6 +29,7 @@ from tandem.server.api.facts import ModelFacts
 from tandem.server.api.front import ROLE_HEADER, about, docs_response
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.large_body import decode_anywhere
+from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.live_requests import LOADING, LiveRank
 from tandem.server.api.openapi import openapi_document
 from tandem.server.api.probe import SharedProbe
@@ -36,11 +37,9 @@ from tandem.server.api.tenant import tenant_of
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (
     GenerationParams,
-    ModelLimits,
     PeerParams,
     Prompt,
     SampleRequest,
-    Task,
     submission,
 )
 

@@ -8,7 +8,8 @@ from typing import Any  # what a local peer says differs with the peer
 
 import msgspec
 
-from tandem.server.channel import ChannelClosed, ChannelFull, MalformedFrame, PolledChannel
+from tandem.server.channel import ChannelClosed, ChannelFull, PolledChannel
+from tandem.server.frames import MalformedFrame
 
 
 class LocalPeerLost(Exception):
