@@ -14,10 +14,10 @@ import msgspec
 from tandem.sampling import TokenScore
 from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_PROMPTS
-from tandem.server.api.errors import Failure, invalid
+from tandem.server.api.errors import invalid
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
-from tandem.server.api.stream import Sample
+from tandem.server.api.stream import Reply, Sample
 from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (
@@ -124,7 +124,7 @@ class Written:
     tops: bytearray
 
 
-class GenerateReply:
+class GenerateReply(Reply):
     """`is_list`: the client sent lists, or wants several samples, and gets a list."""
 
     def __init__(
@@ -175,9 +175,6 @@ class GenerateReply:
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         return b"data: [DONE]\n\n"
-
-    def failed(self, failure: Failure) -> bytes:
-        return b""
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
         answers = [self._answer(sample) for sample in samples]

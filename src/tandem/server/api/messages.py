@@ -17,12 +17,12 @@ from tandem.logtext import shown
 from tandem.server.api.body import ChatBody, Messages, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, arguments_of
-from tandem.server.api.errors import Failure, contradiction, invalid
+from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.foreign import NOTHING, Foreign
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import chat_text, has_more_than_text, read_chat
-from tandem.server.api.stream import Sample
+from tandem.server.api.stream import Reply, Sample
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 from tandem.server.api.validation import GenerationParams, Prompt, read_text, time_of
@@ -253,7 +253,7 @@ def thinking_of(thinking: dict[str, Any] | None) -> dict[str, Any] | None:
 # out
 
 
-class MessagesReply:
+class MessagesReply(Reply):
     """One sample as blocks. `id` and `model` are what the answer says of itself."""
 
     def __init__(self, *, id: str, model: str, form: AnswerForm) -> None:
@@ -280,9 +280,6 @@ class MessagesReply:
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         return event("message_stop", {})
-
-    def failed(self, failure: Failure) -> bytes:
-        return b""
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
         (sample,) = samples

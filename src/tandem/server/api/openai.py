@@ -15,10 +15,10 @@ from tandem.sampling import TokenScore
 from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, LOOP_SAMPLES, MAX_PROMPTS
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, flat_message
-from tandem.server.api.errors import Failure, contradiction, invalid
+from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
-from tandem.server.api.stream import Sample
+from tandem.server.api.stream import Reply, Sample
 from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import RenderedChat, Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
@@ -289,7 +289,7 @@ class Writer:
         }
 
 
-class ChatReply:
+class ChatReply(Reply):
     """`form`: how its answers are taken apart; None where they are text."""
 
     def __init__(self, shape: Shape, tokenizer: Tokenizer, form: AnswerForm | None) -> None:
@@ -329,9 +329,6 @@ class ChatReply:
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         return self._chunk.close(samples)
-
-    def failed(self, failure: Failure) -> bytes:
-        return b""
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
         choices = [self._choice(sample) for sample in samples]
@@ -467,7 +464,7 @@ class Offsets:
         return offset
 
 
-class CompletionReply:
+class CompletionReply(Reply):
     """`echo`: the prompt's text goes before the answer's."""
 
     def __init__(self, shape: Shape, tokenizer: Tokenizer, *, echo: bool) -> None:
@@ -505,9 +502,6 @@ class CompletionReply:
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         return self._writer.close(samples)
-
-    def failed(self, failure: Failure) -> bytes:
-        return b""
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
         choices = [self._choice(sample) for sample in samples]

@@ -22,7 +22,7 @@ from tandem.server.api.chat_form import AnswerForm, AnswerSplitter
 from tandem.server.api.errors import Failure
 from tandem.server.api.responses import SEALED_THOUGHTS, ResponsesBody, names_by_full_name, sealed
 from tandem.server.api.resume import made_name
-from tandem.server.api.stream import Sample
+from tandem.server.api.stream import Reply, Sample
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 
 encode = msgspec.json.Encoder().encode
@@ -42,7 +42,7 @@ class OpenItem:
     texts: list[str] = field(default_factory=list[str])
 
 
-class ResponsesReply:
+class ResponsesReply(Reply):
     """keep: whoever wants the document of a response that has ended well, before the client has its last byte."""
 
     def __init__(
@@ -75,9 +75,6 @@ class ResponsesReply:
         # Written as it is kept: the document is encoded once.
         head = encode({"type": kind.decode(), "sequence_number": self._num_events})
         return said + b"event: " + kind + b"\ndata: " + head[:-1] + b',"response":' + raw + b"}\n\n"
-
-    def close(self, samples: Sequence[Sample]) -> bytes:
-        return b""
 
     def failed(self, failure: Failure) -> bytes:
         if not self._num_events:

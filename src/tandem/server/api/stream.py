@@ -237,13 +237,15 @@ async def nowhere(message: Message) -> None:
 
 
 class Reply(Protocol):
-    """How one endpoint writes samples. Methods that return bytes return whole SSE events, or nothing."""
+    """How one endpoint writes samples. Methods that return bytes return whole SSE events, or nothing, as `begin`,
+    `close` and `failed` do for a dialect without such events.
+    """
 
     shows_prompts: bool  # what a sample's prompt was made of, or its ids, are part of its answer
 
     def begin(self, sample: Sample) -> bytes:
         """Before the first text of a sample."""
-        ...
+        return b""
 
     def delta(self, sample: Sample, text: str, start: int) -> bytes:
         """New text and the tokens `sample.tokens[start:]`."""
@@ -255,11 +257,11 @@ class Reply(Protocol):
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         """After the last sample has ended."""
-        ...
+        return b""
 
     def failed(self, failure: Failure) -> bytes:
         """What a stream that has begun says of it in its own words, before the last event, which all have."""
-        ...
+        return b""
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
         """The body of an answer that is not streamed."""

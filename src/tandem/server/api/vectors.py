@@ -16,11 +16,11 @@ from tandem.core.values import Cause
 from tandem.sampling import SamplingParams, VectorParams
 from tandem.server.api.body import Document, EmbeddingBody, RerankBody, Routing, ScoreBody, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_PROMPTS
-from tandem.server.api.errors import Failure, Refusal, invalid
+from tandem.server.api.errors import Refusal, invalid
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.openai import prompt_items
-from tandem.server.api.stream import Sample
+from tandem.server.api.stream import Reply, Sample
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import GenerationParams, Prompt, check_ids, read_text, too_long
 
@@ -152,26 +152,17 @@ def params_of(vector: VectorParams) -> GenerationParams:
 # out
 
 
-class VectorReply:
+class VectorReply(Reply):
     """A `Reply` that is never streamed."""
 
     def __init__(self, write: Callable[[Sequence[Sample]], bytes], *, shows_prompts: bool = False) -> None:
         self.shows_prompts = shows_prompts
         self._write = write
 
-    def begin(self, sample: Sample) -> bytes:
-        return b""
-
     def delta(self, sample: Sample, text: str, start: int) -> bytes:
         return b""
 
     def end(self, sample: Sample, text: str, start: int) -> bytes:
-        return b""
-
-    def close(self, samples: Sequence[Sample]) -> bytes:
-        return b""
-
-    def failed(self, failure: Failure) -> bytes:
         return b""
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
