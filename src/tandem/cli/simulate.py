@@ -13,7 +13,7 @@ from functools import partial
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import count, natural
-from tandem.core.values import SECOND
+from tandem.core.values import MILLISECOND, SECOND
 from tandem.simulator import occurrences
 from tandem.simulator.coverage import table
 from tandem.simulator.faults.options import draw_options
@@ -31,7 +31,7 @@ from tandem.simulator.scenario.shrink import shrink_seed
 
 DEFAULT_SEEDS = 100
 PROGRESS_EVERY = 50  # seeds
-UNITS_NS = {"ms": 1_000_000, "s": SECOND, "m": 60 * SECOND, "h": 3600 * SECOND, "": SECOND}
+UNITS_NS = {"ms": MILLISECOND, "s": SECOND, "m": 60 * SECOND, "h": 3600 * SECOND, "": SECOND}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +144,7 @@ def rates_text(summary: Summary, seconds: float) -> str:
     )
 
 
-def traced(first: int, num_seeds: int, args: argparse.Namespace):  # type: ignore[no-untyped-def]
+def traced(first: int, num_seeds: int, args: argparse.Namespace) -> Iterator[SeedResult]:
     """With a trace, seeds run one after the other in this process; with --json the trace goes to stderr."""
     stream = sys.stderr if args.json else sys.stdout
     for number in range(first, first + num_seeds):

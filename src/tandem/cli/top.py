@@ -25,6 +25,10 @@ MAX_INTERVAL = 1e6  # seconds; clocks end somewhere
 SERVER = "all"  # in the column of ranks
 SCREEN, SHELL = "\x1b[?1049h", "\x1b[?1049l"  # a screen of its own, and back
 HOME, LINE_END, SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
+COLUMNS = (
+    *("server", "role", "rank", "run", "queue", "boot", "xfer"),
+    *("in_tok/s", "out_tok/s", "kv", "hits", "ttft", "failed"),
+)
 Counters = dict[str, float]
 
 
@@ -209,23 +213,7 @@ def row_of(look: Look, before: Look | None) -> RankRow:
 
 def table(rows: Sequence[RankRow]) -> list[str]:
     """For a terminal, or a script that splits lines at white space; `-`: not known."""
-    lines: list[tuple[str, ...]] = [
-        (
-            "server",
-            "role",
-            "rank",
-            "run",
-            "queue",
-            "boot",
-            "xfer",
-            "in_tok/s",
-            "out_tok/s",
-            "kv",
-            "hits",
-            "ttft",
-            "failed",
-        )
-    ]
+    lines: list[tuple[str, ...]] = [COLUMNS]
     for row in rows:
         lines.append(
             (

@@ -7,11 +7,10 @@ from typing import TextIO
 
 import msgspec
 
+from tandem.core.values import MILLISECOND
 from tandem.log_stream import log_stream
 from tandem.logtext import visible
 from tandem.metrics.request_stats import RequestRecord
-
-MILLISECOND_NS = 1_000_000
 
 
 class RequestLog:
@@ -64,11 +63,11 @@ def text_line(record: RequestRecord) -> str:
     parts = [
         f"[{time.strftime('%H:%M:%S')} api] request {visible(record.rid)} {record.endpoint} {record.outcome}",
         f"prompt={record.prompt_tokens} cached={record.cached_tokens} output={record.completion_tokens}",
-        f"e2e={record.e2e_ns / MILLISECOND_NS:.1f}ms",
+        f"e2e={record.e2e_ns / MILLISECOND:.1f}ms",
     ]
     if record.ttft_ns is not None:
-        stages = " ".join(f"{stage}={ns / MILLISECOND_NS:.1f}" for stage, ns in record.ledger)
-        parts.append(f"ttft={record.ttft_ns / MILLISECOND_NS:.1f}ms ({stages})")
+        stages = " ".join(f"{stage}={ns / MILLISECOND:.1f}" for stage, ns in record.ledger)
+        parts.append(f"ttft={record.ttft_ns / MILLISECOND:.1f}ms ({stages})")
     if record.path is not None:
         parts.append(f"path={record.path}")
     if record.room is not None:

@@ -11,6 +11,7 @@ from typing import Any  # values that may be one or one per prompt
 
 import msgspec
 
+from tandem.core.values import SECOND
 from tandem.sampling import TokenScore
 from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_PROMPTS
@@ -206,12 +207,12 @@ class GenerateReply(Reply):
             },
             "weight_version": "default",
             "dp_rank": sample.live.rank.dp_rank,
-            "e2e_latency": (until_ns - sample.arrival_ns) / 1e9,
+            "e2e_latency": (until_ns - sample.arrival_ns) / SECOND,
             "path": sample.path,
         }
         if sample.first_ns is not None:
-            meta["ttft"] = (sample.first_ns - sample.arrival_ns) / 1e9
-            meta["ttft_ledger"] = {stage: duration_ns / 1e9 for stage, duration_ns in sample.ledger}
+            meta["ttft"] = (sample.first_ns - sample.arrival_ns) / SECOND
+            meta["ttft_ledger"] = {stage: duration_ns / SECOND for stage, duration_ns in sample.ledger}
         if is_ended:
             record = sample.record(endpoint="", request_id="")
             meta["kv_pages"] = record.kv_pages

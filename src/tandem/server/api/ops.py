@@ -18,6 +18,7 @@ from tandem.config import ServerConfig, public_settings
 from tandem.core.commands import FailRequest
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import LoadBalanceMethod, Role
+from tandem.core.values import SECOND
 from tandem.logtext import shown
 from tandem.metrics.export import CONTENT_TYPE, Exporter
 from tandem.sampling import SamplingParams, VectorParams
@@ -43,9 +44,9 @@ from tandem.server.api.validation import (
     submission,
 )
 
-HEALTH_NS = 20_000_000_000
-PROBE_NS = 1_000_000_000  # between the starts of two probes of the engine
-FRESH_NS = 10_000_000_000  # so long a success speaks for the path that it took
+HEALTH_NS = 20 * SECOND
+PROBE_NS = SECOND  # between the starts of two probes of the engine
+FRESH_NS = 10 * SECOND  # so long a success speaks for the path that it took
 WORKER_SECONDS = 1.0  # for what a worker counts; it answers at once or is stuck
 Numbers = dict[str, float]  # what one node counts
 DIALECT = "sglang"  # as model cards say it: gateways read there how to pair a prefill with a decode
@@ -117,7 +118,7 @@ class Ops:
         self._client.check_healthy()
         success = self._client.last_success()
         if success is not None and success[1] < FRESH_NS:
-            return json_response({"checked": "request", "path": success[0], "age_seconds": success[1] / 1e9})
+            return json_response({"checked": "request", "path": success[0], "age_seconds": success[1] / SECOND})
         if self._limits.role == "prefill" or self._config.strict_remote:
             await self._client.query("state")
             return json_response({"checked": "node"})
@@ -137,7 +138,7 @@ class Ops:
                 await generation.changed()
         if isinstance(live.ended, FailRequest):
             return failure_of(live.ended)
-        return (time.monotonic_ns() - started_ns) / 1e9
+        return (time.monotonic_ns() - started_ns) / SECOND
 
     # model info
 
