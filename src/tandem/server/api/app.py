@@ -182,7 +182,7 @@ def layers(config: ServerConfig, counts: HttpCounts) -> list[Middleware]:
 
 
 class Endpoints:
-    """Generation, and what ends with its prompts."""
+    """The pages that have the node run something: generation, and vectors and scores, which end with their prompts."""
 
     def __init__(
         self,
@@ -407,7 +407,9 @@ class Endpoints:
         kind: type[Body],
         read: Reader[Body],
     ) -> None:
-        """Prefill has answered for a body that it could not refuse: without a word its half would wait."""
+        """Tell prefill that its half of this pair ends, and why. Where a router says `kv_transfer_params` prefill has
+        answered before this server saw the body, and would wait for a decode that never comes.
+        """
         if transfer is None or self._limits.role != "decode":
             return
         with suppress(Refusal):

@@ -1,4 +1,5 @@
-"""Bodies of requests while they come in, of all connections of a server together: bounded in size, number and time.
+"""Bodies of requests to a bootstrap server while they come in, of all its connections together: bounded in size, number
+and time. Whoever reaches the port may send one, so the bounds are narrower than those of the API (`bounds.py`).
 
 Where they make too much together, the largest of those that have not come whole is refused, not the last one: who sends
 a few hundred bytes is not turned away by those who send megabytes slowly.
@@ -26,7 +27,7 @@ class _PendingBody:
 
 @dataclass(slots=True)
 class BodyStore:
-    """Of one server and event loop."""
+    """Of one bootstrap server and event loop."""
 
     max_bytes: int = MAX_STORED_BYTES
     seconds: float = BODY_SECONDS

@@ -233,7 +233,7 @@ class Sample:
 
 
 async def nowhere(message: Message) -> None:
-    """Of a client that has its whole answer."""
+    """`send` for a client that has its whole answer already: what is written goes to nobody."""
 
 
 class Reply(Protocol):
@@ -292,8 +292,8 @@ class TokenResponse:
         hands_over: bytes | None,
     ) -> None:
         """span: of the request; ended here. teller: of a stream that somebody else may go on with. said: of one that
-        somebody else has begun. hands_over: the whole answer, which goes out at once; what runs does so for whom it
-        names.
+        somebody else has begun. hands_over: of a prefill whose router says `kv_transfer_params`: the whole answer,
+        which goes out at once; the prompt is computed meanwhile, for the decode that the router asks next.
         """
         self._said = said
         self._hands_over = hands_over

@@ -2,11 +2,13 @@
 
     through a pair      /v1/chat/completions /v1/completions /v1/messages /v1/responses /generate
     to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /v1/messages/count_tokens /openapi.json
-    to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads /debug/pd/data
+    to all live ones    /flush_cache /health_generate /server_info /v1/loads /get_load /debug/pd/data, and
+                        /abort_request, also to those that drain or are to leave
     answered here       / /docs /debug/pd /health /ready /metrics /version /v1/responses/ID /workers(/ID)
     refused here        /v1/embeddings /v1/rerank /v1/score
 
-Error bodies are those of `errors.py`; who may ask for what is in `access.py`, what is passed on in `forward.py`.
+Some have a second name, which is in `_routes`; with --enable-igw /v1/models is put together from what all say. Error
+bodies are those of `errors.py`; who may ask for what is in `access.py`, what is passed on in `forward.py`.
 """
 
 import asyncio
