@@ -12,7 +12,7 @@ that is begun there calls `tell` again before it returns. A half of an attempt i
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -411,12 +411,7 @@ class RouterShell:
     async def _listen_to_stream(self, connection: UpstreamConnection, response: httpx.Response) -> None:
         pieces = response.aiter_raw()
         pipe = connection.pipe = Pipe()
-        while True:
-            patience_ns = connection.upstream.patience_ns
-            async with asyncio.timeout(patience_ns / SECOND if patience_ns is not None else None):
-                piece = await anext(pieces, None)
-            if piece is None:
-                break
+        while (piece := await next_piece(pieces, connection.upstream)) is not None:
             await pipe.put(piece)
             self._hear(connection, connection.upstream.piece())
         pipe.end()
@@ -428,12 +423,7 @@ class RouterShell:
         pipe = connection.pipe = Pipe() if lost is None or lost.pipe is None else lost.pipe
         connection.told = connection.told if lost is None else lost.told
         pieces, reader = response.aiter_raw(), FrameReader()
-        while True:
-            patience_ns = connection.upstream.patience_ns
-            async with asyncio.timeout(patience_ns / SECOND if patience_ns is not None else None):
-                piece = await anext(pieces, None)
-            if piece is None:
-                raise httpx.RemoteProtocolError("the stream ends before its last frame")
+        while (piece := await next_piece(pieces, connection.upstream)) is not None:
             for frame, data in reader.feed(piece):
                 if frame.gives_up:
                     connection.call.give_up_message, connection.call.give_up_code = data, frame.code
@@ -456,12 +446,20 @@ class RouterShell:
                 if frame.is_last:
                     await anext(pieces, None)  # the end of the body: its connection can be used again
                     return
+        raise httpx.RemoteProtocolError("the stream ends before its last frame")
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def next_piece(pieces: AsyncIterator[bytes], upstream: UpstreamCall) -> bytes | None:
+    """None: there is no more. Raises TimeoutError where the next one takes longer than `patience_ns`."""
+    patience_ns = upstream.patience_ns
+    async with asyncio.timeout(patience_ns / SECOND if patience_ns is not None else None):
+        return await anext(pieces, None)
 
 
 async def collect(response: httpx.Response, body: bytearray, size_max: int) -> None:
