@@ -86,10 +86,7 @@ class Tokenizer:
         turn.
         """
         if len(text) <= LOOP_CHARS:
-            self._chars_in_turn += len(text) + 1
-            if self._chars_in_turn > LOOP_CHARS:
-                self._chars_in_turn = 0
-                await asyncio.sleep(0)
+            await self._in_turn(len(text))
             return self.encode(text, add_special_tokens=add_special_tokens)
         encode = self._tokenizer.encode_batch_fast
         (encoding,) = await asyncio.to_thread(encode, [text], add_special_tokens=add_special_tokens)
@@ -98,10 +95,7 @@ class Tokenizer:
     async def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
         """Two texts as the model reads them together, and where the second begins; None where types do not tell."""
         if len(first) + len(second) <= LOOP_CHARS:
-            self._chars_in_turn += len(first) + len(second) + 1
-            if self._chars_in_turn > LOOP_CHARS:
-                self._chars_in_turn = 0
-                await asyncio.sleep(0)
+            await self._in_turn(len(first) + len(second))
             encoding = self.encode_here(first, second)
         else:
             (encoding,) = await asyncio.to_thread(self._tokenizer.encode_batch, [(first, second)])
@@ -110,6 +104,13 @@ class Tokenizer:
 
     def encode_here(self, first: str, second: str) -> tokenizers.Encoding:
         return self._tokenizer.encode(first, second)
+
+    async def _in_turn(self, num_chars: int) -> None:
+        """Returns when so many may be encoded on the event loop."""
+        self._chars_in_turn += num_chars + 1
+        if self._chars_in_turn > LOOP_CHARS:
+            self._chars_in_turn = 0
+            await asyncio.sleep(0)
 
     def may_fit(self, text: str, num_tokens: int) -> bool:
         """False for a text that cannot be that few tokens, without encoding it; true where only that would tell."""
@@ -186,7 +187,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
         rendered_at: int,
-    ) -> "RenderedChat":
+    ) -> RenderedChat:
         """The conversation as the model expects to read it. Raises `Refusal` when the template will not have it.
 
         A function of its arguments alone, on every server that has the same model. `rendered_at`: Unix seconds, for
