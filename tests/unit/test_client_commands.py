@@ -297,10 +297,10 @@ def test_a_server_that_nobody_named_is_found_where_it_answers_as_one(monkeypatch
         with listening(404) as web_server, listening(status) as found:
             monkeypatch.setattr(api, "LIKELY_URLS", (web_server, found))
             args = unnamed()
-            api.find_model(args)
+            api.served_model(args)
             assert args.url == found
     with pytest.raises(ServerTrouble, match=f"no server answers at {web_server} or {found}; start one with"):
-        api.find_model(unnamed())
+        api.served_model(unnamed())
 
 
 def test_the_variables_of_openai_name_the_server_and_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,17 +308,17 @@ def test_the_variables_of_openai_name_the_server_and_its_key(monkeypatch: pytest
     monkeypatch.setenv("OPENAI_API_KEY", "theirs")
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
     args = unnamed()
-    api.find_model(args)
+    api.served_model(args)
     assert client_options(args)["base_url"] == "http://there"
     assert client_options(args)["headers"] == {"authorization": "Bearer theirs"}
     for given in ({"api_key": "mine"}, {"url": "http://here", "api_key": "mine"}):
         args = unnamed(**given)
-        api.find_model(args)
+        api.served_model(args)
         assert client_options(args)["headers"] == {"authorization": "Bearer mine"}
     assert args.url == "http://here"
     monkeypatch.setenv("TANDEM_API_KEY", "ours")
     args = unnamed()
-    api.find_model(args)
+    api.served_model(args)
     assert client_options(args)["headers"] == {"authorization": "Bearer ours"}
 
 
@@ -329,7 +329,7 @@ def test_a_key_of_openai_is_not_told_to_who_only_listens_where_a_server_may_be(m
     with listening(401) as found:
         monkeypatch.setattr(api, "LIKELY_URLS", (found,))
         args = unnamed()
-        api.find_model(args)
+        api.served_model(args)
         assert client_options(args)["headers"] == {}
 
 

@@ -200,7 +200,7 @@ def _checked(url: str) -> str:
     return url
 
 
-def find_model(args: argparse.Namespace) -> str:
+def served_model(args: argparse.Namespace) -> str:
     """The model to name in requests; also the first thing asked, so a missing server is noticed here.
 
     Where no --url says which server it is, `args.url` does from here on.

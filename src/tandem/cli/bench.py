@@ -29,9 +29,9 @@ from tandem.cli.api import (
     achunks_of,
     add_server_arguments,
     client_options,
-    find_model,
     raise_for_status,
     read_answer,
+    served_model,
     trouble,
 )
 from tandem.cli.failure import CommandFailed
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         args.concurrency = 8
     if args.rate is not None and args.rate <= 0:
         raise CommandFailed("--rate must be positive", is_wrong_usage=True)
-    model = find_model(args)
+    model = served_model(args)
     samples, seconds = asyncio.run(measure(args, model))
     report = make_report(args, model, samples, seconds)
     print(json.dumps(report) if args.json else plain(report_text(report)))

@@ -9,7 +9,7 @@ import sys
 
 import httpx
 
-from tandem.cli.api import add_server_arguments, client_options, find_model
+from tandem.cli.api import add_server_arguments, client_options, served_model
 from tandem.cli.conversation import Conversation
 from tandem.cli.flags import count, finite
 from tandem.cli.plain_text import PlainText
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    model = find_model(args)
+    model = served_model(args)
     with httpx.Client(**client_options(args)) as client:
         conversation = Conversation(client, args, model)
         if sys.stdin.isatty() and sys.stdout.isatty():

@@ -23,9 +23,9 @@ from tandem.cli.api import (
     StreamChunk,
     add_server_arguments,
     client_options,
-    find_model,
     raise_for_status,
     read_answer,
+    served_model,
     trouble,
 )
 from tandem.cli.failure import CommandFailed
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     problems = read_problems(args.dataset)[: args.num]
-    model = find_model(args)
+    model = served_model(args)
     began = time.monotonic()
     results = asyncio.run(ask_all(args, model, problems))
     report = make_report(results, model, time.monotonic() - began)

@@ -46,17 +46,13 @@ def json_line(record: RequestRecord) -> str:
         "process": "api",
         "event": "request",
         **{
-            name: shown(value)
+            name: visible(value) if isinstance(value, str) else value
             for name in record.__struct_fields__
             if (value := getattr(record, name)) not in (None, "")
         },
         "ledger": dict(record.ledger),
     }
     return msgspec.json.encode(fields).decode()
-
-
-def shown(value: object) -> object:
-    return visible(value) if isinstance(value, str) else value
 
 
 def text_line(record: RequestRecord) -> str:

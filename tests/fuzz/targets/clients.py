@@ -13,7 +13,7 @@ from engine import Run, Target
 from mutators import mutate_http
 
 from tandem.cli import bench, eval
-from tandem.cli.api import ServerTrouble, find_model
+from tandem.cli.api import ServerTrouble, served_model
 from tandem.cli.conversation import Conversation
 from tandem.cli.eval import MathProblem
 from targets.http import new_loop
@@ -71,7 +71,7 @@ class Clients:
         steps[crc32(data) % len(steps)]()
 
     def _model(self) -> None:
-        find_model(ARGS)
+        served_model(ARGS)
 
     def _chat(self) -> None:
         with httpx.Client(base_url=ARGS.url) as client:

@@ -58,12 +58,12 @@ class DebugPage:
             "role": self._role,
             "name": self._name if node is None else node.replica.incarnation.name,
             "flow": flow,
-            "recent": [shown(ended_at, record) for ended_at, record in self._stats.recent],
+            "recent": [told_of(ended_at, record) for ended_at, record in self._stats.recent],
         }
         return Response(msgspec.json.encode(document), media_type="application/json")
 
 
-def shown(ended_at: float, record: RequestRecord) -> dict[str, Any]:
+def told_of(ended_at: float, record: RequestRecord) -> dict[str, Any]:
     return {
         "ended_at": ended_at,
         "rid": record.rid,

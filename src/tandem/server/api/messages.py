@@ -79,8 +79,8 @@ async def count_tokens(
         chat = chat_of(body)
         return chat_text(chat, tokenizer, time_of(routing), form.answer_to(chat).offered).text
 
-    shown = await off_loop(size, LOOP_CHAT_BYTES, text)
-    return len((await read_text(shown, tokenizer, limits, "messages", add_special_tokens=False)).tokens)
+    prompt = await off_loop(size, LOOP_CHAT_BYTES, text)
+    return len((await read_text(prompt, tokenizer, limits, "messages", add_special_tokens=False)).tokens)
 
 
 def chat_of(body: MessagesBody) -> ChatBody:
