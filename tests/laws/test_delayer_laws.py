@@ -1,7 +1,7 @@
 """Laws of a node with the prefill delayer: it changes when prompts begin, nothing else, and holds nobody for ever."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core_driver import Replica, assert_nothing_is_held
@@ -37,7 +37,6 @@ def delayed_in_a_row(replica: Replica) -> int:
     return max((it.waited_passes for it in replica.commands if isinstance(it, PromptsLetIn)), default=0)
 
 
-@settings(max_examples=100)
 @given(chosen=lives, delayer=delayers, script=scripts([*USUAL, *USUAL, *FAULTS]))
 def test_whatever_happens_every_request_ends_with_the_right_tokens_and_nothing_is_kept(
     chosen: dict, delayer: dict, script: list[tuple[str, int]]

@@ -1,6 +1,6 @@
 """Laws of the door: whatever well-typed messages a peer makes up, a node never raises, and everything still ends."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -90,7 +90,6 @@ def fitted(life: Life, message: Message, which: int) -> Message:
 made_up = st.lists(st.tuples(messages(), rooms, sources, st.booleans(), st.integers(0, 9)), min_size=1, max_size=12)
 
 
-@settings(max_examples=2 * settings.default.max_examples)
 @given(chosen=lives, before=scripts(USUAL, max_size=25), said=made_up, after=scripts(USUAL, max_size=15))
 def test_nothing_that_peers_make_up_raises_and_every_request_ends(
     chosen: dict, before: list[tuple[str, int]], said: list[tuple[Message, int, str, bool, int]], after: list
