@@ -79,7 +79,9 @@ def packed(layer: Layer) -> dict[str, Tensor]:
 
 
 def as_bytes(layer: Layer) -> dict[str, Tensor]:
-    return {"weight": (layer.codes - 128).to(torch.int8), "weight_scale": layer.scales}
+    """With what a device would round activations by."""
+    of_activations = {"input_scale": torch.tensor([0.5]), "input_zero_point": torch.tensor([3], dtype=torch.int8)}
+    return {"weight": (layer.codes - 128).to(torch.int8), "weight_scale": layer.scales, **of_activations}
 
 
 def as_mapped(layer: Layer) -> dict[str, Tensor]:

@@ -11,13 +11,13 @@
            weight_scale  [outputs, groups], or one of all, weight_shape [2]
     fp8, and compressed-tensors `float-quantized`
            weight        [outputs, inputs] e4m3, becomes plain
-           weight_scale, weight_scale_inv   [outputs, 1], or one of each block, or one of all; input_scale is not read
+           weight_scale, weight_scale_inv   [outputs, 1], or one of each block, or one of all
     gguf   codes [outputs, bytes], of 8 bits int8, of 4 uint8, scales and perhaps offsets [outputs, groups] fp32:
            `QuantizedWeight` as it is computed with, so it is mapped; the group follows from the shapes. What a GGUF
            file becomes.
 
 Of the others a weight is (code - zero) * scale. Codes are kept signed; a zero that is not the middle becomes an offset,
-exactly where scales are stored in 16 bits.
+exactly where scales are stored in 16 bits. What stands there for activations is not computed with.
 """
 
 from dataclasses import dataclass, replace
@@ -37,6 +37,7 @@ FLOAT8 = "F8_E4M3"
 ONE = ((), (1,), (1, 1))  # shapes of a scale of all
 GGUF_CONFIG = {"quant_method": "gguf"}  # of config.json
 CODES = ".codes"  # ends the names of such codes
+OF_ACTIVATIONS = ("input_scale", "input_zero_point")
 CODE_BITS = {"I8": 8, "U8": 4}  # by the type that they are stored as: 64 inputs take as many bytes of either
 
 
@@ -146,6 +147,9 @@ def read_quantized(
     scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int
 ) -> StoredLinear | MappedLinear | PlainLinear:
     """Raises ModelError where tensors are missing or have other shapes than the scheme says."""
+    for kind in OF_ACTIVATIONS:
+        if tensors.has(kind):
+            tensors.take(kind, *tensors.shape(kind), dtypes=(*FLOATS, "I8"))
     if isinstance(scheme, NumberQuantization):
         return _numbers(scheme, tensors, outputs, inputs)
     match scheme.method:
@@ -217,8 +221,6 @@ def _numbers(scheme: NumberQuantization, tensors: StoredTensors, outputs: int, i
     block = (outputs, inputs) if is_one else scheme.block or (1, inputs)
     blocks = -(-outputs // block[0]), -(-inputs // block[1])
     scales = tensors.take(kind, *(tensors.shape(kind) if is_one else blocks), dtypes=FLOATS)
-    if tensors.has("input_scale"):
-        tensors.take("input_scale", *tensors.shape("input_scale"), dtypes=FLOATS)
     return PlainLinear(numbers, scales.float().view(blocks), block)
 
 
