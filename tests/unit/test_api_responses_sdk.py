@@ -106,7 +106,7 @@ def test_text_and_what_it_took(ask: Any) -> None:
 
 
 def test_a_response_says_what_was_asked_of_it(ask: Any) -> None:
-    """All fields that OpenAI's own have: clients of the Open Responses specification refuse one that lacks any."""
+    """All fields that OpenAI's own have: clients of the Open Responses specification refuse one without."""
     w = world(says("{}"), tokenizer=tokenizer())
     said = {"safety_identifier": "someone", "prompt_cache_key": "a key", "user": "me"}
     tool = {name: ADD[name] for name in ("type", "name")}
