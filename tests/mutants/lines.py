@@ -1940,14 +1940,14 @@ OTHERS = (
     ),
     Break(
         "loopback_is_asked_by_a_proxy",
-        "cli/api.py",
+        "cli/client.py",
         'if address.is_loopback or any(address in network for network in _networks(proxies.get("no", ""))):',
         'if any(address in network for network in _networks(proxies.get("no", ""))):',
         "unit/test_client_commands.py::test_what_is_on_this_machine_is_asked_without_a_proxy",
     ),
     Break(
         "no_proxy_is_asked",
-        "cli/api.py",
+        "cli/client.py",
         '"proxy": _usable_proxy(url),',
         '"proxy": None,',
         "unit/test_client_commands.py::test_a_proxy_is_what_is_asked",
@@ -3611,14 +3611,14 @@ OTHERS = (
     ),
     Break(
         "false_is_never_a_wish",
-        "server/api/foreign.py",
+        "server/api/foreign_fields.py",
         "(None, *NEUTRAL[name]) if name in NEUTRAL else IDLE",
         "(*IDLE, *NEUTRAL.get(name, ()))",
         "unit/test_api_structured.py::test_a_wish_that_looks_like_nothing_is_one",
     ),
     Break(
         "true_is_the_same_as_one",
-        "server/api/foreign.py",
+        "server/api/foreign_fields.py",
         "given == idle and is_flag == isinstance(idle, bool)",
         "given == idle",
         "unit/test_api_structured.py::test_a_wish_that_looks_like_nothing_is_one",
@@ -4063,7 +4063,7 @@ OTHERS = (
     ),
     Break(
         "watermarks_are_left_out_without_a_word",
-        "server/api/foreign.py",
+        "server/api/foreign_fields.py",
         "    watermarking: Raw = NOTHING",
         "    watermarks: Raw = NOTHING",
         "unit/test_api_refusals.py::test_a_bad_chat_request_is_a_400_that_names_the_field",
@@ -4225,7 +4225,7 @@ OTHERS = (
     ),
     Break(
         "a_key_of_openai_goes_to_whoever_listens",
-        "cli/api.py",
+        "cli/client.py",
         "    elif not (args.api_key or",
         "    if not (args.api_key or",
         COMMANDS + "a_key_of_openai_is_not_told_to_who_only_listens_where_a_server_may_be",
@@ -4425,7 +4425,7 @@ OTHERS = (
     ),
     Break(
         "a_full_disk_is_an_accident_of_the_api_process",
-        "server/api/facts.py",
+        "server/api/served_model.py",
         "    except (OSError, FolderRefused) as error:",
         "    except FolderRefused as error:",
         SAID + "a_folder_that_cannot_be_used_is_named_by_every_process",
@@ -4453,7 +4453,7 @@ OTHERS = (
     ),
     Break(
         "page_hashes_are_keyed_anew_although_pages_are_stored",
-        "server/api/facts.py",
+        "server/api/served_model.py",
         "    if config.hicache_storage_dir is None:",
         "    if True:",
         "e2e_cpu/test_storage_tier.py::test_a_conversation_is_a_hit_after_the_server_was_killed",
@@ -4698,7 +4698,7 @@ OTHERS = (
     ),
     Break(
         "a_body_that_is_announced_as_too_large_is_waited_for",
-        "server/api/gate.py",
+        "server/api/endpoint_parts.py",
         """    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:""",
         """    if False:""",
         "e2e_cpu/test_router_http.py::test_a_body_that_is_too_large_is_refused_by_what_its_head_announces",
@@ -4751,14 +4751,14 @@ OTHERS = (
     ),
     Break(
         "a_compressed_body_is_read",
-        "server/api/gate.py",
+        "server/api/endpoint_parts.py",
         'if coding not in ("", "identity"):',
         "if False:",
         "unit/test_api_refusals.py::test_a_compressed_body_is_refused_by_the_name_of_its_header",
     ),
     Break(
         "a_byte_order_mark_is_no_json",
-        "server/api/gate.py",
+        "server/api/endpoint_parts.py",
         ".removeprefix(codecs.BOM_UTF8)",
         "",
         "unit/test_api_bounds.py::test_the_mark_that_some_editors_put_before_utf_8_is_no_part_of_a_body",
@@ -5566,7 +5566,7 @@ OTHERS = (
     ),
     Break(
         "a_count_may_be_any_number",
-        "cli/api.py",
+        "cli/client.py",
         "Annotated[int, Meta(ge=0, le=1 << 53)]",
         "int",
         "unit/test_client_commands.py::test_a_stream_of_another_shape_is_trouble_and_no_traceback",
@@ -5741,7 +5741,7 @@ OTHERS = (
     ),
     Break(
         "who_waited_for_a_body_has_not_waited",
-        "server/api/gate.py",
+        "server/api/endpoint_parts.py",
         "waited = max(0.0, seconds)",
         "waited = 0.0",
         "unit/test_api_connections.py::test_a_body_that_does_not_come_by_its_deadline_is_answered",

@@ -16,7 +16,7 @@ from tandem.core.events import Event, PeerLost, PeerReturned, TransferDrained
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, PageId, RequestId, Room, ShardId
 from tandem.membership import ClusterSecret
-from tandem.server.api import gate
+from tandem.server.api import endpoint_parts
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole import verdict
 from tandem.simulator.whole.clients import Answer, ClientRequest, Conduct
@@ -200,7 +200,7 @@ def test_a_server_that_ends_and_one_that_goes_on_without_a_process_are_noticed(
 @pytest.mark.parametrize(
     ("layout", "holder", "name", "instead", "noticed"),
     [
-        ("unified", gate, "MAX_BODY_BYTES", 1 << 50, "is not <Problem.BODY_TOO_LARGE"),
+        ("unified", endpoint_parts, "MAX_BODY_BYTES", 1 << 50, "is not <Problem.BODY_TOO_LARGE"),
         ("pairs", ClusterSecret, "is_proof", lambda *_: True, "instead of <Status.NOT_A_MEMBER"),
     ],
     ids=["a body", "a reader"],

@@ -29,8 +29,8 @@ from tandem.sampling import Payload, SamplingDefaults, TokenScore
 from tandem.server import wire
 from tandem.server.api.app import build_app
 from tandem.server.api.client import NodeClient
-from tandem.server.api.facts import ModelFacts
 from tandem.server.api.limits import Task
+from tandem.server.api.served_model import ModelFacts
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.channel import frame
 

@@ -287,7 +287,7 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
 
 
 def test_a_body_beyond_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.server.api.gate.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("tandem.server.api.endpoint_parts.MAX_BODY_BYTES", 1000)
     with world().http() as http:
         announced = http.post("/v1/completions", json={"prompt": "x" * 1000})
         chunked = http.post("/v1/completions", content=iter([b'{"prompt": "', b"x" * 1000, b'"}']))

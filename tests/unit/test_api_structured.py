@@ -9,7 +9,7 @@ from api_fakes import TEMPLATE, load_tokenizer, tokenizer, world
 from tandem import grammar
 from tandem.server.api.body import ChatBody, CompletionBody, NativeBody, NativeSampling, StructuredOutputs
 from tandem.server.api.bounds import MAX_GRAMMAR_CHARS
-from tandem.server.api.foreign import Foreign, handled
+from tandem.server.api.foreign_fields import Foreign, handled
 from tandem.server.api.messages import MessagesBody
 from tandem.server.api.responses import ResponsesBody
 from tandem.server.api.structured_output import are_same

@@ -13,7 +13,7 @@ from tandem.core.bootstrap_registry import BootstrapRegistry, Registration
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Incarnation
 from tandem.server.api.accept import BoundedServer
-from tandem.server.api.body_store import CHUNK_BYTES, MAX_BODY_BYTES, BodyStore
+from tandem.server.api.body_store import CHUNK_BYTES, MAX_BOOTSTRAP_BODY_BYTES, BodyStore
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
 from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.connections import ConnectionBounds
@@ -158,7 +158,7 @@ def test_a_body_that_does_not_come_is_refused_and_its_memory_free() -> None:
 
 def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
     async def story(port: Port) -> None:
-        assert (await port.ask(query(MAX_BODY_BYTES + 1))).startswith(b"HTTP/1.1 413")
+        assert (await port.ask(query(MAX_BOOTSTRAP_BODY_BYTES + 1))).startswith(b"HTTP/1.1 413")
 
     serves(story)
 

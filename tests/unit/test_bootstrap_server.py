@@ -13,7 +13,7 @@ from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.membership import ClusterSecret
 from tandem.server import wire
 from tandem.server.api import cluster_auth
-from tandem.server.api.body_store import MAX_BODY_BYTES
+from tandem.server.api.body_store import MAX_BOOTSTRAP_BODY_BYTES
 from tandem.server.api.bootstrap import BootstrapServer
 from tandem.server.api.bootstrap_questions import MAX_ROOMS_PER_QUERY, registration
 from tandem.server.api.cluster_auth import CHALLENGE_NS, WriteGuard, signed_headers
@@ -224,7 +224,7 @@ def test_a_wrong_method_is_a_405_that_names_the_right_ones(method: str, path: st
 def test_an_unknown_path_is_a_404_and_a_huge_body_a_413() -> None:
     it = Bootstrap(replica())
     assert error(it.http.get("/elsewhere")) == (404, "not_found", None)
-    assert error(it.put(b" " * (MAX_BODY_BYTES + 1))) == (413, "body_too_large", None)
+    assert error(it.put(b" " * (MAX_BOOTSTRAP_BODY_BYTES + 1))) == (413, "body_too_large", None)
 
 
 # --- who may write ---------------------------------------------------------------------------------------------------

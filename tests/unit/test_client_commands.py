@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem.cli import api, bench, eval, router
+from tandem.cli import bench, client, eval, router
 from tandem.cli import main as cli
-from tandem.cli.api import (
+from tandem.cli.client import (
     Choice,
     ServerTrouble,
     StreamChunk,
@@ -222,7 +222,7 @@ def test_what_a_server_says_of_a_failure_is_not_obeyed_by_the_terminal(
 def test_a_server_that_takes_a_question_and_says_nothing_is_not_waited_for_for_ever(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(api, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(client, "SILENT_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert cli.main([*words.split(), "--url", url, "--model", "m"]) == 1
@@ -242,16 +242,16 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.parametrize("url", ["http://localhost:1", "127.0.0.2:1", "http://[::1]:1"])
 def test_what_is_on_this_machine_is_asked_without_a_proxy(proxied: pytest.MonkeyPatch, url: str) -> None:
-    assert api.proxy_for(url) is None
+    assert client.proxy_for(url) is None
 
 
 def test_a_server_elsewhere_is_asked_by_the_proxy_unless_it_needs_none(proxied: pytest.MonkeyPatch) -> None:
     proxied.setenv("http_proxy", "user:word@proxy:1")
     proxied.setenv("NO_PROXY", "[::1], 10.1.0.0/16,.corp.example")
-    assert api.proxy_for("http://10.2.3.4:8000") == "http://user:word@proxy:1"
-    assert api.proxy_for("https://10.2.3.4:8000") == "http://127.0.0.1:9"
-    assert api.proxy_for("http://10.1.3.4:8000") is None
-    assert api.proxy_for("tandem.corp.example") is None
+    assert client.proxy_for("http://10.2.3.4:8000") == "http://user:word@proxy:1"
+    assert client.proxy_for("https://10.2.3.4:8000") == "http://127.0.0.1:9"
+    assert client.proxy_for("http://10.1.3.4:8000") is None
+    assert client.proxy_for("tandem.corp.example") is None
 
 
 @pytest.mark.parametrize(
@@ -295,12 +295,12 @@ def test_a_server_that_nobody_named_is_found_where_it_answers_as_one(monkeypatch
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     for status in (200, 401):
         with listening(404) as web_server, listening(status) as found:
-            monkeypatch.setattr(api, "LIKELY_URLS", (web_server, found))
+            monkeypatch.setattr(client, "LIKELY_URLS", (web_server, found))
             args = unnamed()
-            api.served_model(args)
+            client.served_model(args)
             assert args.url == found
     with pytest.raises(ServerTrouble, match=f"no server answers at {web_server} or {found}; start one with"):
-        api.served_model(unnamed())
+        client.served_model(unnamed())
 
 
 def test_the_variables_of_openai_name_the_server_and_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,17 +308,17 @@ def test_the_variables_of_openai_name_the_server_and_its_key(monkeypatch: pytest
     monkeypatch.setenv("OPENAI_API_KEY", "theirs")
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
     args = unnamed()
-    api.served_model(args)
+    client.served_model(args)
     assert client_options(args)["base_url"] == "http://there"
     assert client_options(args)["headers"] == {"authorization": "Bearer theirs"}
     for given in ({"api_key": "mine"}, {"url": "http://here", "api_key": "mine"}):
         args = unnamed(**given)
-        api.served_model(args)
+        client.served_model(args)
         assert client_options(args)["headers"] == {"authorization": "Bearer mine"}
     assert args.url == "http://here"
     monkeypatch.setenv("TANDEM_API_KEY", "ours")
     args = unnamed()
-    api.served_model(args)
+    client.served_model(args)
     assert client_options(args)["headers"] == {"authorization": "Bearer ours"}
 
 
@@ -327,9 +327,9 @@ def test_a_key_of_openai_is_not_told_to_who_only_listens_where_a_server_may_be(m
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "theirs")
     with listening(401) as found:
-        monkeypatch.setattr(api, "LIKELY_URLS", (found,))
+        monkeypatch.setattr(client, "LIKELY_URLS", (found,))
         args = unnamed()
-        api.served_model(args)
+        client.served_model(args)
         assert client_options(args)["headers"] == {}
 
 

@@ -18,7 +18,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.schemas import APIOperation
 
 from tandem.server.api.body import ChatBody, CompletionBody
-from tandem.server.api.foreign import is_asked_for
+from tandem.server.api.foreign_fields import is_asked_for
 from tandem.server.api.messages import MessagesBody
 from tandem.server.api.openapi import BEYOND_SCHEMAS, GENERATION, refused_fields
 from tandem.server.api.responses import ResponsesBody

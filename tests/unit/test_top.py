@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from tandem.cli import top
-from tandem.cli.api import ServerTrouble
+from tandem.cli.client import ServerTrouble
 
 LOADS = {
     "loads": [

@@ -23,7 +23,7 @@ from typing import Any  # JSON documents of servers
 import httpx
 from msgspec import Struct
 
-from tandem.cli.api import (
+from tandem.cli.client import (
     ProgressLine,
     ServerTrouble,
     achunks_of,

@@ -9,7 +9,7 @@ import sys
 
 import httpx
 
-from tandem.cli.api import add_server_arguments, client_options, served_model
+from tandem.cli.client import add_server_arguments, client_options, served_model
 from tandem.cli.conversation import Conversation
 from tandem.cli.flags import count, finite
 from tandem.cli.plain_text import PlainText

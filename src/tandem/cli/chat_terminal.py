@@ -19,7 +19,7 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from tandem.cli.api import ServerTrouble
+from tandem.cli.client import ServerTrouble
 from tandem.cli.conversation import Conversation, ReplyStats
 from tandem.cli.main import hint
 from tandem.cli.model_source import BUNDLED

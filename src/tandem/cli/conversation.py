@@ -8,7 +8,7 @@ from typing import Any  # messages as the API wants them
 
 import httpx
 
-from tandem.cli.api import ServerTrouble, StreamChunk, chunks_of, raise_for_status, trouble
+from tandem.cli.client import ServerTrouble, StreamChunk, chunks_of, raise_for_status, trouble
 
 
 @dataclass(slots=True)

@@ -32,8 +32,8 @@ from tandem.flag_roles import (
 )
 from tandem.sampling import SamplingDefaults
 from tandem.server import fault_records, keys, logs
-from tandem.server.api.facts import ModelFacts
 from tandem.server.api.limits import Task
+from tandem.server.api.served_model import ModelFacts
 from tandem.server.exposure import one_family, open_to_others
 from tandem.server.hosts.follower import follow
 from tandem.server.processes import STOP_SIGNALS, ServerFailure, bind_listeners, cluster_secret

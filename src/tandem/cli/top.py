@@ -16,7 +16,14 @@ from typing import Any  # documents of servers
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.cli.api import ServerTrouble, add_server_arguments, client_options, find_server, raise_for_status, trouble
+from tandem.cli.client import (
+    ServerTrouble,
+    add_server_arguments,
+    client_options,
+    find_server,
+    raise_for_status,
+    trouble,
+)
 from tandem.cli.flags import finite
 from tandem.cli.plain_text import plain
 

@@ -13,7 +13,7 @@ from engine import Run, Target
 from mutators import mutate_http
 
 from tandem.cli import bench, eval
-from tandem.cli.api import ServerTrouble, served_model
+from tandem.cli.client import ServerTrouble, served_model
 from tandem.cli.conversation import Conversation
 from tandem.cli.eval import MathProblem
 from targets.http import new_loop

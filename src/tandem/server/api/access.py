@@ -27,8 +27,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.core.values import Cause
+from tandem.server.api.endpoint_parts import error_response, request_id_of
 from tandem.server.api.errors import Failure, Problem
-from tandem.server.api.gate import error_response, request_id_of
 from tandem.server.api.hosts import is_loopback, number_of
 from tandem.server.api.tenant import given_key
 from tandem.server.exposure import Reachable, is_number, listens_on_loopback

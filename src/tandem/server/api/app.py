@@ -48,10 +48,9 @@ from tandem.server.api.client import NodeClient, raise_if
 from tandem.server.api.cors import cors
 from tandem.server.api.debug_page import DebugPage
 from tandem.server.api.detokenizer import detokenizer
+from tandem.server.api.endpoint_parts import Found, error_response, not_served, on_disconnect, read_body, within
 from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
-from tandem.server.api.facts import ModelFacts, limits_of
 from tandem.server.api.faults import FaultsPage
-from tandem.server.api.gate import Found, error_response, not_served, on_disconnect, read_body, within
 from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.http_counting import CountingMiddleware
@@ -75,6 +74,7 @@ from tandem.server.api.response_store import PendingResponse, ResponsePages, Res
 from tandem.server.api.responses import ResponsesBody, read_responses, without_items
 from tandem.server.api.responses_reply import ResponsesReply
 from tandem.server.api.resume import ASKS, Opening, Proofs, Resume, Resuming
+from tandem.server.api.served_model import ModelFacts, limits_of
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
 from tandem.server.api.telling import Resumed, Teller, can_tell, goes_on
 from tandem.server.api.tenant import given_key, tenant_of

@@ -45,7 +45,7 @@ from tandem.server.api.bounds import (
     TopP,
 )
 from tandem.server.api.errors import Problem, Refusal, contradiction
-from tandem.server.api.foreign import NOTHING, NULL, Foreign, handled, is_asked_for, name_here
+from tandem.server.api.foreign_fields import NOTHING, NULL, Foreign, handled, is_asked_for, name_here
 
 NOT_JSON = (msgspec.DecodeError, ValueError, RecursionError)  # not UTF-8; nested beyond what can be read
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from tandem.server.api.errors import Problem, Refusal
 
-MAX_BODY_BYTES = 1 << 20
+MAX_BOOTSTRAP_BODY_BYTES = 1 << 20
 MAX_STORED_BYTES = 16 << 20
 BODY_SECONDS = 5.0
 CHUNK_BYTES = 256  # that a body counts for at least: an empty one has a cost too
@@ -36,7 +36,7 @@ class BodyStore:
 
     async def read(self, request: Request) -> bytes:
         """The whole body. Raises Refusal when it is too long or too slow."""
-        if announced(request) > MAX_BODY_BYTES:
+        if announced(request) > MAX_BOOTSTRAP_BODY_BYTES:
             raise too_long()
         try:
             async with asyncio.timeout(self.seconds) as limit:
@@ -52,7 +52,7 @@ class BodyStore:
                 self._keep(body, piece)
                 if body not in self._coming:
                     raise TimeoutError
-                if body.num_bytes > MAX_BODY_BYTES + CHUNK_BYTES:
+                if body.num_bytes > MAX_BOOTSTRAP_BODY_BYTES + CHUNK_BYTES:
                     raise too_long()
             return b"".join(body.pieces)
         finally:
@@ -82,4 +82,4 @@ def announced(request: Request) -> int:
 
 
 def too_long() -> Refusal:
-    return Refusal(Problem.BODY_TOO_LARGE, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    return Refusal(Problem.BODY_TOO_LARGE, f"the body is longer than {MAX_BOOTSTRAP_BODY_BYTES} bytes")

@@ -34,8 +34,8 @@ from tandem.server.api.body_store import BodyStore
 from tandem.server.api.bootstrap_questions import MAX_ROOMS_PER_QUERY, registration
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.cluster_auth import CHALLENGE_HEADER, CHALLENGE_PATH, WriteGuard, has_hash
+from tandem.server.api.endpoint_parts import error_response, not_served, on_disconnect, request_id_of
 from tandem.server.api.errors import Problem, Refusal, invalid
-from tandem.server.api.gate import error_response, not_served, on_disconnect, request_id_of
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.validation import check_room
 from tandem.server.documents import PREFILL_HEADER, BadDocument, one_line, read_document, read_replica

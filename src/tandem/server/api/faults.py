@@ -17,8 +17,8 @@ from starlette.routing import Route
 from tandem.config import ServerConfig
 from tandem.server.api.body import unsupported
 from tandem.server.api.client import NodeClient
+from tandem.server.api.endpoint_parts import read_body
 from tandem.server.api.errors import Problem, Refusal
-from tandem.server.api.gate import read_body
 from tandem.server.api.large_body import decode_anywhere
 
 Probability = Annotated[float, Meta(ge=0, le=1)]

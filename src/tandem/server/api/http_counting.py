@@ -3,7 +3,7 @@
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.metrics.http_counts import HttpCounts
-from tandem.server.api.gate import CLIENT_LEFT
+from tandem.server.api.endpoint_parts import CLIENT_LEFT
 
 
 class CountingMiddleware:

@@ -18,7 +18,7 @@ from tandem.server.api.body import ChatBody, Messages, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, arguments_of
 from tandem.server.api.errors import contradiction, invalid
-from tandem.server.api.foreign import NOTHING, Foreign
+from tandem.server.api.foreign_fields import NOTHING, Foreign
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import chat_text, has_more_than_text, read_chat

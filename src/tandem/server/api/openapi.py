@@ -32,7 +32,7 @@ from tandem.server.api.bounds import MAX_PORT, MAX_PROMPTS, MAX_RID_CHARS, MAX_R
 from tandem.server.api.chat_form import AUTO, MAX_NAME_CHARS, NONE, REQUIRED
 from tandem.server.api.chat_form import NAME as NAME_PATTERN
 from tandem.server.api.errors import Code, Problem
-from tandem.server.api.foreign import idle_values
+from tandem.server.api.foreign_fields import idle_values
 from tandem.server.api.limits import Task
 from tandem.server.api.messages import KEPT_THOUGHTS, MessagesBody
 from tandem.server.api.responses import (

@@ -24,16 +24,16 @@ from tandem.metrics.export import CONTENT_TYPE, Exporter
 from tandem.sampling import SamplingParams, VectorParams
 from tandem.server import wire
 from tandem.server.api.body import AbortBody
+from tandem.server.api.browser_page import ROLE_HEADER, about, docs_response
 from tandem.server.api.client import NodeClient
+from tandem.server.api.endpoint_parts import error_response, read_body
 from tandem.server.api.errors import Failure, Problem, Refusal, failure_of, invalid
-from tandem.server.api.facts import ModelFacts
-from tandem.server.api.front import ROLE_HEADER, about, docs_response
-from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.live_requests import LOADING, LiveRank
 from tandem.server.api.openapi import openapi_document
 from tandem.server.api.probe import SharedProbe
+from tandem.server.api.served_model import ModelFacts
 from tandem.server.api.tenant import tenant_of
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (

@@ -49,12 +49,12 @@ from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.connections import ConnectionBounds, api_bounds, raise_fd_limit
 from tandem.server.api.errors import Problem
-from tandem.server.api.facts import ModelFacts
 from tandem.server.api.gathering import Gathering
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.loop_watchdog import LoopWatchdog, end_process, try_to
 from tandem.server.api.node_link import NodeLink
 from tandem.server.api.node_rank import NodeRank
+from tandem.server.api.served_model import ModelFacts
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import open_channel

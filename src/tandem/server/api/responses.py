@@ -28,7 +28,7 @@ from tandem.server.api.bounds import (
 )
 from tandem.server.api.chat_form import MAX_NAME_CHARS, ChatForm
 from tandem.server.api.errors import Refusal, contradiction, invalid
-from tandem.server.api.foreign import NOTHING, handled
+from tandem.server.api.foreign_fields import NOTHING, handled
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import read_chat

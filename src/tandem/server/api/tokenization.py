@@ -10,8 +10,8 @@ from starlette.routing import Route
 from tandem.server.api.body import DETOKENIZE_PATHS, TOKENIZE_PATHS, DetokenizeBody, TokenizeBody
 from tandem.server.api.bounds import LOOP_CHAT_BYTES, LOOP_IDS, MAX_DETOKENIZED, MAX_PROMPTS, MAX_TEXT_CHARS
 from tandem.server.api.chat_form import ChatForm
+from tandem.server.api.endpoint_parts import read_body
 from tandem.server.api.errors import invalid
-from tandem.server.api.gate import read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop

@@ -43,12 +43,12 @@ from tandem.server.api.accept import LISTEN_BACKLOG, BoundedServer
 from tandem.server.api.access import AccessRules, AuthMiddleware
 from tandem.server.api.body import DETOKENIZE_PATHS, TOKENIZE_PATHS, VECTOR_PATHS, AbortBody
 from tandem.server.api.bounds import LOOP_BYTES
+from tandem.server.api.browser_page import ROLE_HEADER, about, docs_response
 from tandem.server.api.connections import api_bounds, raise_fd_limit
 from tandem.server.api.cors import cors
 from tandem.server.api.debug_page import show_page
+from tandem.server.api.endpoint_parts import error_response, on_disconnect, read_body
 from tandem.server.api.errors import Failure, Problem, Refusal
-from tandem.server.api.front import ROLE_HEADER, about, docs_response
-from tandem.server.api.gate import error_response, on_disconnect, read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openapi import behind_router

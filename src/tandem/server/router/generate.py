@@ -22,6 +22,7 @@ from tandem.core.router.worker_registry import WorkerRegistry
 from tandem.core.values import SECOND, Cause
 from tandem.server.api.body import NOT_JSON
 from tandem.server.api.bounds import LOOP_BYTES, MAX_PROMPTS, Seconds
+from tandem.server.api.endpoint_parts import CLIENT_LEFT, read_body, within
 from tandem.server.api.errors import (
     RULES,
     Code,
@@ -33,7 +34,6 @@ from tandem.server.api.errors import (
     error_json,
     invalid,
 )
-from tandem.server.api.gate import CLIENT_LEFT, read_body, within
 from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.response_store import PendingResponse, ResponseStore, owner_of

@@ -20,7 +20,7 @@ from tandem.core.router.messages import WorkerProbed
 from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, WorkerId, probe_result
 from tandem.logtext import shown
 from tandem.server.api.body import NOT_JSON
-from tandem.server.api.front import ROLE_HEADER
+from tandem.server.api.browser_page import ROLE_HEADER
 from tandem.server.router.worker_documents import ModelList
 
 log = logging.getLogger("tandem.router")

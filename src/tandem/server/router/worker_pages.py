@@ -20,8 +20,8 @@ from starlette.routing import Route
 from tandem.core.router.router import Router
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
+from tandem.server.api.endpoint_parts import read_body
 from tandem.server.api.errors import Problem, Refusal, invalid
-from tandem.server.api.gate import read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.router.config import make_worker
 from tandem.server.router.shell import RouterShell

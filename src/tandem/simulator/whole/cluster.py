@@ -20,8 +20,8 @@ from tandem.core.settings import Role, WindowSettings
 from tandem.core.values import ceil_div
 from tandem.engine.model_config import read_config
 from tandem.server import worker_process
-from tandem.server.api.facts import ModelFacts
 from tandem.server.api.limits import Task
+from tandem.server.api.served_model import ModelFacts
 from tandem.server.node import process as node_process
 from tandem.server.processes import Launch, ServerFailure, bind_listeners
 from tandem.server.router.app import listen, serve_router
