@@ -226,6 +226,22 @@ def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_pat
     assert ours.norm_eps == pytest.approx(config.norm_eps)  # 32 bits there
 
 
+def test_a_file_is_read_once_for_all_that_is_made_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    read = gguf.GGUFReader.__init__
+
+    def counted(reader: gguf.GGUFReader, path: Path, *rest: Any) -> None:
+        opened.append(path)
+        read(reader, path, *rest)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", counted)
+    theirs = gguf.GGUFReader
+    write(tmp_path / "mini.gguf", {})
+    make(tmp_path / "mini.gguf", tmp_path / "made")
+    assert opened == [tmp_path / "mini.gguf"]
+    assert gguf.GGUFReader is theirs
+
+
 def test_experts_are_kept_as_checkpoints_have_them(tmp_path: Path) -> None:
     model = make_qwen3_moe(tmp_path / "checkpoint")
     save(model.config, dict(one_by_one(model.state_dict().items())), tmp_path / "made")

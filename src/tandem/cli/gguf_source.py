@@ -52,7 +52,7 @@ def name_of(file: Path) -> str:
 
 
 def make(file: Path, target: Path) -> None:
-    """In a process of its own, which takes memory for all weights as float32; `target` appears when it is whole."""
+    """In a process of its own, whose memory for all weights goes with it; `target` appears when it is whole."""
     print(f"tandem: making a directory of {file.name}, once: {target}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
         folder = Path(scratch) / "model"

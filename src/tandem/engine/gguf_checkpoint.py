@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face directory: config and tokenizer, read by transformers, and weights.
+"""A GGUF file as a Hugging Face directory: config and tokenizer, made by transformers, and weights.
 
 Of our own architectures linear layers, embedding and head stay the codes that they are in the file, if `gguf_codes`
 knows their type; transformers reads the weights of the others. What is no code is stored as float32 if the file has
@@ -7,10 +7,12 @@ nothing else, as bfloat16 if it has that, or else as float16.
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any  # a configuration and a model of transformers
 
 import gguf
+import numpy as np
 import safetensors.torch
 import torch
 import transformers
@@ -27,15 +29,39 @@ HEAD = "lm_head.weight"
 def make(file: Path, folder: Path) -> None:
     """Takes memory for all that is stored. Raises ModelError, and whatever the two libraries raise."""
     transformers.utils.logging.disable_progress_bar()
-    said = GgufFields(gguf.GGUFReader(file))
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    read = read_ourselves if said.architecture in OURS else read_by_transformers
-    model, weights = read(said, where, dtype_for({tensor.tensor_type.name for tensor in said.tensors.values()}))
+    with read_once(file) as reader:
+        said = GgufFields(reader)
+        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        read = read_ourselves if said.architecture in OURS else read_by_transformers
+        model, weights = read(said, where, dtype_for({tensor.tensor_type.name for tensor in said.tensors.values()}))
     model.generation_config.save_pretrained(folder)
     model.config.architectures = [type(model).__name__]
     complete(model.config, said)
     save(model.config, weights, folder)
+
+
+class PlainReader(gguf.GGUFReader):
+    """Reads slices of a plain array. Those of a memory map are maps, and making them took half of all reading."""
+
+    def _get(self, *where: Any, **how: Any) -> Any:
+        if isinstance(self.data, np.memmap):
+            self.data = self.data.view(np.ndarray)
+        return super()._get(*where, **how)
+
+
+@contextmanager
+def read_once(file: Path) -> Iterator[PlainReader]:
+    """Whoever opens the file meanwhile gets the same reader: transformers does it for each part that it makes.
+
+    To read the words of a vocabulary, one by one, takes seconds.
+    """
+    theirs, reader = gguf.GGUFReader, PlainReader(file)
+    gguf.GGUFReader = lambda *_: reader
+    try:
+        yield reader
+    finally:
+        gguf.GGUFReader = theirs
 
 
 def read_ourselves(said: GgufFields, where: dict[str, str], dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
