@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+from tandem.cgroups import num_cores
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import count, natural
 from tandem.core.values import MILLISECOND, SECOND
@@ -19,7 +20,6 @@ from tandem.simulator.coverage import table
 from tandem.simulator.faults.options import draw_options
 from tandem.simulator.hunt import (
     draw_first_seed,
-    num_cores,
     run_each,
     run_each_until,
     run_seed,

@@ -1,7 +1,6 @@
 """Runs seeds: one, or many over all cores. A result depends on its seed alone, so results merge in seed order."""
 
 import multiprocessing
-import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,6 +9,7 @@ from itertools import chain, count
 from multiprocessing.pool import Pool
 from secrets import randbelow
 
+from tandem.cgroups import num_cores
 from tandem.garbage import no_collector
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.coverage import Watch
@@ -112,10 +112,6 @@ def run_each_until(first_seed: int, is_over: Callable[[], bool], run: RunSeed) -
             ahead[0].wait(FEED_EVERY_S)  # a long one holds up the order, not the others
             while ahead and ahead[0].ready():
                 yield ahead.popleft().get()
-
-
-def num_cores() -> int:
-    return os.cpu_count() or 1
 
 
 def lived_ns(halves: Iterable[Half], now: int) -> int:

@@ -120,8 +120,6 @@ def count_hit(node: NodeState, progress: Progress) -> None:
         progress.cached_tokens = progress.computed
         node.counters.input_tokens += progress.request.prompt_len
         node.counters.hit_tokens += progress.computed
-        node.counters.host_hit_tokens += progress.host_tokens
-        node.counters.storage_hit_tokens += progress.storage_tokens
 
 
 def may_push(node: NodeState, progress: Progress, *, gives_result_slot: bool = False) -> bool:

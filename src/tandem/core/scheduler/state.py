@@ -67,8 +67,6 @@ class Counters:
 
     input_tokens: int = 0
     hit_tokens: int = 0
-    host_hit_tokens: int = 0  # of them, those that were loaded from host memory
-    storage_hit_tokens: int = 0  # of those, the ones that came there from storage for their request
     prefill_retries: dict[str, int] = field(default_factory=dict[str, int])  # by reason
     retractions: int = 0
     bootstrap_failed: int = 0

@@ -15,7 +15,6 @@ shortest way there, for breadth goes first, replayed from the start with everyth
 
 import argparse
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any  # machines of any state and trigger type
 
+from tandem.cgroups import num_cores
 from tandem.core.disagg.transfer_state import RECEIVER, SENDER
 from tandem.core.machine import Machine
 from tandem.core.scheduler.request_state import LIFECYCLE
@@ -231,7 +231,7 @@ def explore(small: Small, depth: int | None = None) -> Found:
 
 def explore_all(smalls: Sequence[Small] = SMALL_WORLDS, depth: int | None = None) -> list[Found]:
     """All of them, in order, on as many processes as there are cores."""
-    num_processes = min(os.cpu_count() or 1, len(smalls))
+    num_processes = min(num_cores(), len(smalls))
     if num_processes == 1:
         return [explore(small, depth) for small in smalls]
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
