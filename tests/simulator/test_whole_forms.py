@@ -14,10 +14,12 @@ from tandem.simulator.oracle import Violation
 from tandem.simulator.whole.clients import Answer, Conduct
 from tandem.simulator.whole.forms import FORMS, FormedAsk, Said, check_form
 from tandem.simulator.whole.options import RING_FOLDER, draw_options
-from tandem.simulator.whole.world import World, run_options, violation_of_records
+from tandem.simulator.whole.templates import tokenizer
+from tandem.simulator.whole.world import World, run_options, run_seed, violation_of_records
 
 PARSERS = (("hermes", "none"), ("llama3", "qwen3"), ("mistral", "deepseek-r1"))  # of tools, of thoughts
 SEEDS = (9, 19, 22)  # nearly all of their requests are answered
+FORMED_SEED = 10_113  # prompts that routers look at, too
 STOPPED_SEED = 1  # its servers end in the middle of requests
 RING_SEED = 7  # a cause of ours, so that server and node leave a record
 
@@ -35,6 +37,13 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
             assert not result.invariant, f"{result.line}: {result.detail}"
             answers += [answer for answer in world.answers if answer.error is None]
     return answers
+
+
+def test_what_another_seed_has_compiled_changes_nothing() -> None:
+    """All seeds of a process share one vocabulary, and the grammars in it."""
+    tokenizer.cache_clear()
+    hashes = [run_seed(FORMED_SEED).log_hash for _ in range(2)]
+    assert hashes[0] == hashes[1]
 
 
 @pytest.mark.slow

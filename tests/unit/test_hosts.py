@@ -1,5 +1,6 @@
 """Hosts of one server: who may join, what is said between them and who can open it, and which worker is where."""
 
+import asyncio
 import socket
 
 import pytest
@@ -10,9 +11,18 @@ from tandem.config import ServerConfig, violations
 from tandem.core.values import Incarnation
 from tandem.membership import ClusterSecret
 from tandem.server import wire
-from tandem.server.channel import BlockingChannel, ChannelKeys, FrameDecoder, MalformedFrame, PolledChannel
+from tandem.server.channel import (
+    BlockingChannel,
+    ChannelClosed,
+    ChannelKeys,
+    FrameDecoder,
+    MalformedFrame,
+    PolledChannel,
+)
 from tandem.server.frames import HEAD_BYTES
+from tandem.server.hosts import connection
 from tandem.server.hosts.agreement import Roster
+from tandem.server.hosts.connection import HostConnection
 from tandem.server.hosts.messages import Beat, Goodbye, Here, Join, Refused, ToFollower, ToLeader, Welcome, as_reason
 from tandem.server.hosts.session import MAX_BODY_BYTES, HostSession, body_bytes
 from tandem.server.node.session import NotAMember
@@ -70,6 +80,33 @@ def test_a_frame_that_comes_back_to_who_said_it_is_not_his() -> None:
 def test_a_frame_that_is_too_long_is_not_waited_for() -> None:
     with pytest.raises(MalformedFrame, match="at most"):
         body_bytes((MAX_BODY_BYTES + 1).to_bytes(HEAD_BYTES))
+
+
+def test_a_host_that_does_not_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever speaks to it would wait for ever: a rank that starts anew, or the one that says that a worker is lost."""
+    monkeypatch.setattr(connection, "WRITE_S", 0.05)
+
+    async def speak() -> list[str]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            there = socket.create_connection(listener.getsockname())
+            here, _ = listener.accept()
+        leader: HostConnection[ToLeader] = HostConnection(here, SECRET, ToLeader, is_dialler=False)
+        follower: HostConnection[ToFollower] = HostConnection(there, SECRET, ToFollower, is_dialler=True)
+        await asyncio.gather(leader.meet(), follower.meet())
+        reasons: list[str] = []
+        while len(reasons) < 2:  # from a frame that is cut on, no other is begun
+            try:
+                await leader.say(Goodbye("x" * 100_000))
+            except ChannelClosed as error:
+                reasons.append(str(error))
+        monkeypatch.setattr(connection, "WRITE_S", 60.0)
+        with pytest.raises(ChannelClosed):
+            await leader.say(Beat())
+        leader.close()
+        follower.close()
+        return reasons
+
+    assert asyncio.run(asyncio.wait_for(speak(), 30)) == ["the other end does not read"] * 2
 
 
 def channels() -> tuple[socket.socket, ChannelKeys, socket.socket, ChannelKeys]:

@@ -79,6 +79,7 @@ from tandem.ranks import Rank
 from tandem.sampling import Payload
 from tandem.server import logs, wire
 from tandem.server.channel import BlockingChannel, ChannelClosed
+from tandem.server.frames import MalformedFrame
 from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
 from tandem.server.pool_size import pool_size
@@ -263,6 +264,8 @@ class Worker:
                     self._take(message)
         except ChannelClosed as error:
             logger.debug("the node is gone: %s", error)
+        except MalformedFrame as error:
+            self._reader_error = ServerFailure(f"its node says something that is no message: {error}")
         except Exception as error:
             self._reader_error = error
         finally:
@@ -590,10 +593,10 @@ def main(load: Load = load_engine) -> int:
     try:
         start(launch, channel, listener_fd[0] if listener_fd else None, load)
     except ChannelClosed:
-        return 1
+        return EXIT_WITH_OTHERS  # says nothing: why it all ends is said by, or seen of, who was first
     except WorkerGone as error:
         logger.info("ends with another worker of this replica: %s", error)
-        return EXIT_WITH_OTHERS  # says nothing: why it all ends is said by, or seen of, the worker that was first
+        return EXIT_WITH_OTHERS
     except Exception as error:
         is_expected = isinstance(error, ModelError | ServerFailure | OSError | MemoryError)
         if not is_expected:

@@ -262,7 +262,7 @@ class ApiProcess:
                 if reason:
                     return f"DP rank {dp_rank}: {reason}"
             if loop.time() >= deadline:
-                return "a process of this server ended without a word; see its log"
+                return self._without_a_word
             await asyncio.sleep(0.01)
 
     async def _reason(self, dp_rank: int, said: str) -> str:
@@ -274,7 +274,12 @@ class ApiProcess:
         deadline = loop.time() + EXIT_REASON_S
         while not children.exit_reason() and loop.time() < deadline:
             await asyncio.sleep(0.01)
-        return children.exit_reason() or "a process of this server ended without a word; see its log"
+        return children.exit_reason() or self._without_a_word
+
+    @property
+    def _without_a_word(self) -> str:
+        broke = "" if self._config.nnodes == 1 else ", or the connection to one on another host broke"
+        return f"a process of this server ended without a word{broke}; see its log"
 
     async def _end(self) -> None:
         self._loop_watchdog.stop()

@@ -19,6 +19,7 @@ from tandem.server.hosts.session import HostSession, body_bytes
 Incoming = TypeVar("Incoming")
 
 HANDSHAKE_S = 5.0  # until the other end has said its first sealed word
+WRITE_S = 5.0  # until the kernel has taken a frame
 
 
 class HostConnection(Generic[Incoming]):
@@ -30,6 +31,7 @@ class HostConnection(Generic[Incoming]):
         self.sock = sock
         self._session: HostSession[Incoming] = HostSession(secret, incoming, is_dialler=is_dialler)
         self._saying = asyncio.Lock()
+        self._is_torn = False  # a frame was begun, and not written to its end
 
     @property
     def own_address(self) -> str:
@@ -37,18 +39,36 @@ class HostConnection(Generic[Incoming]):
         return str(self.sock.getsockname()[0])
 
     async def meet(self) -> None:
-        """Exchange hellos. Raises ChannelClosed, MalformedFrame."""
-        await self._write(self._session.hello)
-        self._session.meet(await self._body())
+        """Exchange hellos. Both ends begin with theirs, so none may read only after it has written.
+
+        Raises ChannelClosed, MalformedFrame.
+        """
+        writing = asyncio.ensure_future(self._write(self._session.hello))
+        try:
+            self._session.meet(await self._body())
+            await writing
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
     async def hear(self) -> Incoming:
         """The next message. Raises ChannelClosed, MalformedFrame; NotAMember for the first."""
         return self._session.open(await self._body())
 
     async def say(self, message: Struct) -> None:
-        """Raises ChannelClosed."""
-        async with self._saying:  # frames are numbered in the order in which they are sent
-            await self._write(self._session.seal(message))
+        """Raises ChannelClosed, also where the other end does not read: no frame can follow one that is cut."""
+        try:
+            async with (
+                asyncio.timeout(WRITE_S),
+                self._saying,
+            ):  # frames are numbered in the order in which they are sent
+                if self._is_torn:
+                    raise ChannelClosed("the other end does not read")
+                self._is_torn = True
+                await self._write(self._session.seal(message))
+                self._is_torn = False
+        except TimeoutError:
+            raise ChannelClosed("the other end does not read") from None
 
     async def beat(self, interval_s: float) -> None:
         """Say that this end is here, until it cannot."""

@@ -136,7 +136,7 @@ class Leader:
         self._awaited: dict[bytes, Awaited] = {}  # by ticket
         self._came = asyncio.Event()  # a host has joined
         self._unproven: dict[asyncio.Task[None], None] = {}  # oldest first
-        self._proven: set[asyncio.Task[None]] = set()
+        self._proven: dict[asyncio.Task[None], None] = {}
         self._accepting: asyncio.Task[None] | None = None
         self._is_over = False
         beats = heartbeat()
@@ -266,7 +266,7 @@ class Leader:
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._unproven.pop(task, None)
-        self._proven.discard(task)
+        self._proven.pop(task, None)
 
     async def _meet(self, sock: socket.socket, address: str) -> None:
         connection: HostConnection[ToLeader] = HostConnection(sock, self._secret, ToLeader, is_dialler=False)
@@ -285,7 +285,7 @@ class Leader:
         task = asyncio.current_task()
         assert task is not None
         self._unproven.pop(task, None)
-        self._proven.add(task)
+        self._proven[task] = None
         if isinstance(first, WorkerHere):
             self._take_worker(connection, first)
         elif isinstance(first, Join):

@@ -22,8 +22,9 @@ from tandem.engine.model_config import read_config
 from tandem.server import worker_process
 from tandem.server.api.limits import Task
 from tandem.server.api.served_model import ModelFacts
+from tandem.server.hosts.follower import follow
 from tandem.server.node import process as node_process
-from tandem.server.processes import Launch, ServerFailure, bind_listeners
+from tandem.server.processes import Launch, ServerFailure, bind_listeners, cluster_secret, meeting_place
 from tandem.server.router.app import listen, serve_router
 from tandem.server.router.config import RouterConfig, make_worker
 from tandem.server.start import serve, with_ports
@@ -41,7 +42,10 @@ logger = logging.getLogger("tandem.cluster")
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One `tandem serve` or `tandem router`, which may live several times, one after the other, at one address."""
+    """One `tandem serve` or `tandem router`, which may live several times, one after the other, at one address.
+
+    Of a server on several hosts each has its own, and its name begins with the server's.
+    """
 
     name: str
     host: str
@@ -49,6 +53,11 @@ class Server:
     program: Program
     process: Process | None = None
     lives: int = 0
+
+    @property
+    def whole(self) -> str:
+        """The name of the server of which this is a host."""
+        return self.name.partition(".")[0]
 
     def start(self, kernel: Kernel, *, max_fds: int = 1 << 20) -> Process:
         self.lives += 1
@@ -157,6 +166,12 @@ def server(name: str, config: ServerConfig, *, machine: str = "127.0.0.1", read_
     return Server(name, machine, config.port, partial(run_server, config, read_facts))
 
 
+def further_host(of: str, config: ServerConfig, machine: str) -> Server:
+    """One of the hosts of a server that are not its first one. Its port is where they meet."""
+    _, port = meeting_place(config)
+    return Server(f"{of}.host{config.node_rank}", machine, port, partial(run_further_host, config))
+
+
 def router(name: str, config: RouterConfig, *, machine: str = "127.0.0.1") -> Server:
     return Server(name, machine, config.port, partial(run_router, config))
 
@@ -182,6 +197,18 @@ def run_server(config: ServerConfig, read_facts: ReadFacts) -> int:
             serve(with_ports(config, listeners), listeners, read_facts(config))
         finally:
             listeners.close()
+    except (ServerFailure, OSError) as failure:
+        logger.info("ends: %s", failure)
+        return 1
+    return 0
+
+
+def run_further_host(config: ServerConfig) -> int:
+    """As `tandem serve --node-rank 1`."""
+    try:
+        secret = cluster_secret(config)
+        assert secret is not None, "a server on several hosts has one"
+        follow(config, Path(MODEL_HERE), secret)
     except (ServerFailure, OSError) as failure:
         logger.info("ends: %s", failure)
         return 1

@@ -1,7 +1,7 @@
 """torch.distributed for the workers of virtual replicas: as much of it as `engine/process_group.py` uses.
 
-The workers of one replica have one connection between any two of them, on their own machine. What is sent there has a
-tag, and what one tag brings comes in the order in which it was sent. Nobody in between loses or changes a byte, as on
+The workers of one replica have one connection between any two of them, on several machines, too. What is sent there has
+a tag, and what one tag brings comes in the order in which it was sent. Nobody in between loses or changes a byte, as on
 loopback; a worker that has ended is noticed by who waits for its bytes, and one that is frozen by nobody here.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from tandem.engine import process_group, row_exchange
 from tandem.simulator.whole.kernel import Process
-from tandem.simulator.whole.sockets import Machine, VirtualSocket
+from tandem.simulator.whole.sockets import LOOPBACK, Machine, VirtualSocket
 
 HEAD = struct.Struct("!iI")  # tag, number of bytes
 PIECE_BYTES = 48  # with its head less than the narrowest link holds
@@ -45,6 +45,7 @@ class VirtualStore:
         master_listen_fd: int | None,
     ) -> None:
         self.port = port
+        self.machine = "" if host in LOOPBACK else host  # where they meet; empty: all of them are here
         self.patience_s = timeout.total_seconds()
         self.listener = None if master_listen_fd is None else VirtualSocket(fileno=master_listen_fd)
 
@@ -81,7 +82,7 @@ class Member:
 
     def meet(self) -> None:
         """Returns when all are there: each dials those before it. Raises OSError, RuntimeError."""
-        with VirtualSocket(socket.AF_UNIX) as door:
+        with self._socket() as door:
             door.bind(self._name(self.shard))
             door.listen()
             for other in range(self.shard):
@@ -97,13 +98,18 @@ class Member:
                 else:
                     link.close()
 
+    def _socket(self) -> VirtualSocket:
+        found = VirtualSocket(socket.AF_UNIX)
+        found.machine = self.store.machine
+        return found
+
     def _name(self, shard: int) -> str:
         return f"group-{self.store.port}-{shard}"
 
     def _dial(self, other: int) -> VirtualSocket:
         deadline = time.monotonic() + self.store.patience_s
         while time.monotonic() < deadline:
-            link = VirtualSocket(socket.AF_UNIX)
+            link = self._socket()
             try:
                 link.connect(self._name(other))
             except ConnectionRefusedError:
@@ -250,6 +256,7 @@ def collectives() -> list[Replacement]:
     return [
         (process_group, "dist", instead),
         (process_group, "TCPStore", VirtualStore),
+        (process_group, "gloo_at", lambda address: "gloo"),
         (process_group, "close_doors", doors),
         (row_exchange, "dist", instead),
         (row_exchange, "close_doors", doors),

@@ -20,6 +20,7 @@ UNCUT = Cut()
 CONTEXT_ONE_IN = 9  # seeds with pairs whose sides are cut in no other way
 CONTEXTS = (Cut(cp_size=2), Cut(cp_size=3), Cut(2, 1, 2), Cut(1, 2, 2))
 TOGETHER_ONE_IN = 9  # of the seeds that are not cut
+HOSTS_ONE_IN = 4  # of the servers with workers for two
 
 
 def draw_cut(seed: int) -> dict[str, int]:
@@ -66,6 +67,13 @@ def draw_context(seed: int) -> Cut:
 
 def flags_of(cut: Cut) -> dict[str, int]:
     return {} if cut == UNCUT else {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "attn_cp_size": cut.cp_size}
+
+
+def draw_num_hosts(seed: int, name: str, num_workers: int) -> int:
+    """On how many machines the workers of this server are. From randomness of its own, too."""
+    random = Random(f"whole hosts {seed} {name}")
+    is_on_one = seed < FIRST_OFF_RECORD or num_workers % 2 or random.randrange(HOSTS_ONE_IN)
+    return 1 if is_on_one else 2
 
 
 def micro_batches(flags: Mapping[str, Any]) -> dict[str, int]:

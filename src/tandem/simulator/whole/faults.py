@@ -25,6 +25,7 @@ from tandem.simulator.whole.kernel import Kernel, Process
 from tandem.simulator.whole.network import Network, Stream
 from tandem.simulator.whole.options import Cluster, Options
 
+OF_CONNECTIONS = frozenset(("cut", "stall", "vanish", "partition", "corrupt", "dribble"))
 SUPERVISE_NS = SECOND // 5
 DRIBBLES = 600  # bytes, each of which takes a delay of its own
 ENDING_NS = 3 * SECOND  # until a server that has lost a process has ended, and `_supervise` sees it
@@ -81,6 +82,8 @@ class Faults:
         for stream in self.network.open_connections():
             stream.line.dribbles = 0
             stream.line.stalled_until = min(stream.line.stalled_until, self.kernel.now)
+            if stream.remote[1] in self.cluster.meeting_ports:
+                stream.line.corrupts_after = None  # else it would come some time
         for stream in self.vanished:
             stream.cut()  # also where the dialling end is closed: nobody has told the other one
 
@@ -88,11 +91,11 @@ class Faults:
 
     def _supervise(self) -> None:
         """As a supervisor does: what has ended is started again, a little later."""
-        for server in self.cluster.servers:
+        for server in self.cluster.all_hosts:
             if not server.is_alive and server.name not in self.ends:
                 self._look_why(server)
                 self.ends.add(server.name)
-                self.disturb(server.name, 20 * SECOND)
+                self.disturb(server.whole, 20 * SECOND)
                 self.kernel.after(self.random.randrange(SECOND // 10, 3 * SECOND), lambda one=server: self._again(one))
             elif server.is_alive:
                 self._look_for_losses(server)
@@ -101,7 +104,7 @@ class Faults:
     def _look_why(self, server: Server) -> None:
         """Raises Violation for one that has ended, and nothing was done to it."""
         now = self.kernel.now
-        if not self.was_held_up(server.name, now - CONSEQUENCES_NS, now):
+        if not self.may_cut_off(server.whole) and not self.was_held_up(server.whole, now - CONSEQUENCES_NS, now):
             raise Violation("L9", f"{server.name} has ended by itself")
 
     def _look_for_losses(self, server: Server) -> None:
@@ -142,6 +145,11 @@ class Faults:
             one.is_lasting and one.began_ns <= ended_ns and began_ns <= one.ended_ns for one in self.disturbances
         )
 
+    def may_cut_off(self, name: str) -> bool:
+        """Whether a host of this server may be out of reach of another one. Of changed bits no account is kept."""
+        may_break = self.options.dribbles > 0 or not OF_CONNECTIONS.isdisjoint(self.options.faults)
+        return may_break and any(other.whole == name for other in self.cluster.further_hosts)
+
     def may_silence(self) -> bool:
         """Whether a node may live and say nothing."""
         return "freeze" in self.options.faults or bool(self.options.starves)
@@ -163,7 +171,7 @@ class Faults:
             self.kernel.note(f"fault {kind}")
 
     def _server(self) -> Server | None:
-        alive = [server for server in self.cluster.servers if server.is_alive]
+        alive = [server for server in self.cluster.all_hosts if server.is_alive]
         return self.random.choice(alive) if alive else None
 
     def _process_of(self, server: Server) -> Process:
@@ -177,7 +185,7 @@ class Faults:
         server = self._server()
         if server is None:
             return False
-        self.disturb(server.name, ENDING_NS)
+        self.disturb(server.whole, ENDING_NS)
         self.kernel.kill(self._process_of(server))
         return True
 
@@ -185,7 +193,7 @@ class Faults:
         server = self._server()
         if server is None or server.process is None:
             return False
-        self.disturb(server.name, SECOND)
+        self.disturb(server.whole, SECOND)
         self.kernel.kill(server.process)
         return True
 
@@ -193,7 +201,7 @@ class Faults:
         server = self._server()
         if server is None or server.process is None:
             return False
-        self.disturb(server.name, 15 * SECOND)
+        self.disturb(server.whole, 15 * SECOND)
         self.kernel.signal(server.process, signal.SIGTERM)
         return True
 
@@ -205,8 +213,8 @@ class Faults:
         return True
 
     def freeze(self, server: Server, process: Process, length_ns: int) -> None:
-        is_alone = not self.was_held_up(server.name, self.kernel.now - CONSEQUENCES_NS, self.kernel.now)
-        frozen = self.disturb(server.name, length_ns)
+        is_alone = not self.was_held_up(server.whole, self.kernel.now - CONSEQUENCES_NS, self.kernel.now)
+        frozen = self.disturb(server.whole, length_ns)
         self.kernel.freeze(process)
 
         def thaw() -> None:
@@ -222,7 +230,7 @@ class Faults:
         Not where anything else was done to that server meanwhile.
         """
         hung_s = (frozen.ended_ns - frozen.began_ns) / SECOND
-        others = [one for one in self.disturbances if one.name == server.name and one.ended_ns > frozen.began_ns]
+        others = [one for one in self.disturbances if one.name == server.whole and one.ended_ns > frozen.began_ns]
         is_sure = others == [frozen] and not self.options.starves and server.is_alive
         if is_sure and process.is_alive and hung_s > self.options.flags["watchdog_timeout"] + NOTICES_S:
             raise Violation("L8", f"{process.name} has hung for {hung_s:.1f} s, and {server.name} has let it")
@@ -277,7 +285,7 @@ class Faults:
         return bool(streams)
 
     def _partition(self) -> bool:
-        machines = sorted({server.host for server in self.cluster.servers})
+        machines = sorted({server.host for server in self.cluster.all_hosts})
         if len(machines) < 2:
             return False
         one, other = self.random.sample(machines, 2)
@@ -296,7 +304,7 @@ class Faults:
             return False
         process, length = self._process_of(server), self._length()
         process.max_fds = len(process.fds) + self.random.randrange(2)
-        self.disturb(server.name, length + SECOND)
+        self.disturb(server.whole, length + SECOND)
         self.crowd(server, length)
 
         def mend() -> None:

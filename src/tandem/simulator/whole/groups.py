@@ -85,9 +85,14 @@ class Groups:
         if found is None:
             return
         self.blames.append(why)
-        known = [process for process in self.names.get(found[1] or found[2], []) if process.parent is server]
-        if known and not self.faults.struck.intersection(known):
+        known = [process for process in self.names.get(found[1] or found[2], []) if is_of(process, server)]
+        if known and not self.faults.struck.intersection(known) and not self.faults.may_cut_off(server_of(server)):
             self.report(Violation("blame", f"{server.name}: {why!r}, and nothing was done to it"))
+
+
+def is_of(worker: Process, server: Process) -> bool:
+    """Whether it is one of this life of the server, or on a further host of it, in whatever life."""
+    return worker.parent is server or (".host" in worker.name and server_of(worker) == server_of(server))
 
 
 def digest_of(plan: BatchPlan, batch: RunBatch[Any]) -> bytes:

@@ -57,9 +57,9 @@ async def held_by_server(kernel: Kernel, server: Server, key: str) -> str:
 
 
 def num_workers(kernel: Kernel, server: Server) -> int:
-    """That move KV."""
-    family = () if server.process is None or server.name == UNIFIED else server.process.children
-    return sum(child.is_alive and child.name.endswith("worker_process") for child in family)
+    """That move KV, on all hosts of the server."""
+    alive = [process.name for process in kernel.processes if process.is_alive and server.name != UNIFIED]
+    return sum(name.endswith("worker_process") and name.partition(".")[0] == server.name for name in alive)
 
 
 def _untold(told: Answer | None, count: int) -> str:

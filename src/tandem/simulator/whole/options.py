@@ -20,6 +20,7 @@ from tandem.simulator.whole.cuts import (
     draw_context,
     draw_cut,
     draw_cuts,
+    draw_num_hosts,
     draw_together,
     flags_of,
     grid_of,
@@ -29,6 +30,8 @@ from tandem.simulator.whole.network import LOCAL_CAPACITY, TCP_CAPACITY
 from tandem.simulator.whole.templates import CLOCK, NONE, OWN
 
 BOOTSTRAP_PORT = 8998
+MEETING_OFFSET = 2_000  # from the port of a server, of the one where its hosts meet
+DIST_TIMEOUT_S = 60.0
 FAULT_KINDS = (
     "kill_process",
     "kill_server",
@@ -410,6 +413,16 @@ class Cluster:
     servers: list[Server]
     front: Server  # where clients go
     client_host: str
+    further_hosts: list[Server]  # of servers that are on several
+
+    @property
+    def all_hosts(self) -> list[Server]:
+        return [*self.servers, *self.further_hosts]
+
+    @property
+    def meeting_ports(self) -> set[int]:
+        """Where the hosts of one server speak with each other."""
+        return {host.port for host in self.further_hosts}
 
 
 def make_cluster(options: Options, secret_file: str) -> Cluster:
@@ -420,10 +433,17 @@ def make_cluster(options: Options, secret_file: str) -> Cluster:
     options = replace(options, flags={**options.flags, **flags, **keys})
     if options.layout == "unified":
         config = ServerConfig(model="tandem/mini", port=30_000, **options.flags)
+        config, further = _spread("unified", config, options.seed, "127.0.0.1", "127.0.0.1", secret_file)
         one = cluster.server("unified", config, read_facts=_facts_of(options))
-        return Cluster([one], one, "127.0.0.1")
+        return Cluster([one], one, "127.0.0.1", further)
     prefills = [_half(options, "prefill", number, secret_file) for number in range(options.num_prefills)]
     decodes = [_half(options, "decode", number, secret_file) for number in range(options.num_decodes)]
+    further_hosts: list[Server] = []
+    for halves, name, first in ((prefills, "prefill", 0), (decodes, "decode", 10)):
+        for number, one in enumerate(halves):
+            own, other = _machine(options, first + number), _machine(options, 50 + first + number)
+            halves[number], further = _spread(f"{name}{number}", one, options.seed, own, other, secret_file)
+            further_hosts += further
     machine = _machine(options, 100)
     config = RouterConfig(
         workers=cluster.router_workers(
@@ -454,7 +474,24 @@ def make_cluster(options: Options, secret_file: str) -> Cluster:
         ),
         front,
     ]
-    return Cluster(servers, front, _machine(options, 200))
+    return Cluster(servers, front, _machine(options, 200), further_hosts)
+
+
+def _spread(
+    name: str, config: ServerConfig, seed: int, own: str, other: str, secret_file: str
+) -> tuple[ServerConfig, list[Server]]:
+    """A server as it is on its first host, with its further hosts. own, other: machines"""
+    nnodes = draw_num_hosts(seed, name, config.num_workers)
+    if nnodes == 1:
+        return config, []
+    config = replace(
+        config,
+        nnodes=nnodes,
+        dist_init_addr=f"{own}:{config.port + MEETING_OFFSET}",
+        dist_timeout=DIST_TIMEOUT_S,
+        cluster_secret_file=secret_file,
+    )
+    return config, [cluster.further_host(name, replace(config, node_rank=1), other)]
 
 
 def _facts_of(options: Options) -> cluster.ReadFacts:

@@ -44,6 +44,7 @@ class VirtualSocket:
         self._send_s: float | None = None
         self._bound: Address | None = None
         self._blank: Listening | None = None
+        self.machine = ""  # on which names of AF_UNIX are; empty: this one
         if fileno is None:
             self._blank = Listening(Machine.kernel, Machine.network, ("", 0))
             self._fd = Machine.kernel.open_fd(self.process, self._blank)
@@ -169,7 +170,7 @@ class VirtualSocket:
 
     def bind(self, address) -> None:  # type: ignore[no-untyped-def]
         if self.family == socket.AF_UNIX:
-            self._bound = (self.process.host, str(address))
+            self._bound = (self.machine or self.process.host, str(address))
             return
         host, port = str(address[0]), int(address[1])
         if self._machine(host) != self.process.host:
@@ -223,7 +224,7 @@ class VirtualSocket:
         is_unix = self.family == socket.AF_UNIX
         if is_unix:
             local: Address = (self.process.host, "")
-            remote: Address = (self.process.host, str(address))
+            remote: Address = (self.machine or self.process.host, str(address))
         else:
             host, port = str(address[0]), int(address[1])
             if not 0 <= port < 1 << 16:

@@ -38,13 +38,13 @@ class Starvation:
         return process in self.had_threads and self.refuses("no_forks", process)
 
     def _strike(self, kind: str) -> None:
-        alive = [server for server in self.faults.cluster.servers if server.is_alive]
+        alive = [server for server in self.faults.cluster.all_hosts if server.is_alive]
         if self.faults.is_over or not alive:
             return
         server = self.random.choice(alive)
         length = self.random.randrange(SECOND // 10, LONGEST_NS)
-        self.ends[kind, server.name] = self.kernel.now + length
-        self.faults.disturb(server.name, length + AFTERWARDS_NS)
+        self.ends[kind, server.whole] = self.kernel.now + length
+        self.faults.disturb(server.whole, length + AFTERWARDS_NS)
         self.faults.counts[kind] += 1
         self.kernel.note(f"fault {kind}")
         if kind == "no_forks":
