@@ -217,7 +217,10 @@ class ServerConfig(DoorConfig):
     tool_call_parser: str = flag(
         "auto",
         "how the model writes calls of tools; auto: as its chat template does; the same on both halves of a pair",
-        choices=("auto", "hermes", "qwen25", "llama3", "llama3_json", "mistral"),
+        choices=(
+            *("auto", "hermes", "qwen25", "qwen3_coder", "qwen3_xml", "llama3", "llama3_json", "mistral"),
+            *("pythonic", "olmo3", "phi4_mini", "phi4_mini_json", "granite"),
+        ),
     )
     reasoning_parser: str = flag(
         "auto",

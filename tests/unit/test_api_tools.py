@@ -332,13 +332,28 @@ def test_a_choice_is_forced_by_a_grammar(fields: dict, yes: list[str], no: list[
     assert [text for text in no if accepts(w, text)] == []
 
 
-@pytest.mark.parametrize(
-    ("parser", "text"),
-    [
-        ("llama3", '{"name": "add", "parameters": {"a": 1}}'),
-        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'),
-    ],
-)
+CODER = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+WRITTEN = {
+    "llama3": '{"name": "add", "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
+    "qwen3_coder": CODER,
+    "phi4_mini": '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>',
+    "phi4_mini_json": 'functools[{"name": "add", "arguments": {"a": 1}}]',
+    "granite": '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]',
+    "pythonic": "[add(a=1)]",
+    "olmo3": "<function_calls>add(a=1)</function_calls>",
+}
+TWICE = {
+    "llama3": "{0}; {0}",
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 1}}]',
+    "qwen3_coder": f"{CODER}\n{CODER}",
+    "phi4_mini_json": 'functools[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 1}}]',
+    "pythonic": "[add(a=1), add(a=1)]",
+    "olmo3": "<function_calls>add(a=1)\nadd(a=1)</function_calls>",
+}
+
+
+@pytest.mark.parametrize(("parser", "text"), WRITTEN.items())
 def test_what_is_forced_is_what_the_parser_reads(parser: str, text: str) -> None:
     w = tool_world(text, tool_call_parser=parser)
     assert calls_of(asked(w, tool_choice="required")) == [("add", '{"a": 1}')]
@@ -349,6 +364,126 @@ def test_what_is_forced_is_what_the_parser_reads(parser: str, text: str) -> None
     assert accepts(strict, text)
     assert accepts(strict, "plain text")
     assert not accepts(strict, text.replace("1", '"x"'))
+
+
+@pytest.mark.parametrize(("parser", "text"), TWICE.items())
+def test_calls_that_are_forced_may_be_several(parser: str, text: str) -> None:
+    text = text.format(WRITTEN[parser]) if parser == "llama3" else text
+    w = tool_world(text, tool_call_parser=parser)
+    assert calls_of(asked(w, tool_choice="required")) == [("add", '{"a": 1}')] * 2
+    assert accepts(w, text)
+    one = tool_world(text, tool_call_parser=parser)
+    assert calls_of(asked(one, tool_choice="required", parallel_tool_calls=False)) == [("add", '{"a": 1}')]
+    assert not accepts(one, text)
+    assert accepts(one, WRITTEN[parser])
+
+
+def test_what_is_read_as_a_call_keeps_to_its_schema_however_it_begins() -> None:
+    """Where the format has several beginnings, a function that is strict is bound behind each."""
+    asked(coder := tool_world("x", tool_call_parser="qwen3_coder"), tools=[STRICT])
+    asked(phi := tool_world("x", tool_call_parser="phi4_mini"), tools=[STRICT])
+    for w, text in ((coder, CODER.removeprefix("<tool_call>\n")), (phi, WRITTEN["phi4_mini_json"])):
+        assert accepts(w, f"so {text} and {text}")
+        assert not accepts(w, f"so {text} and {text.replace('1', 'x')}")
+
+
+PAINT = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "size": {"type": "integer"},
+        "colour": {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]},
+        "points": {"type": "array", "items": {"type": "number"}},
+    },
+    "required": ["text"],
+    "$defs": {"Colour": {"enum": ["red", "green"]}},
+}
+AS_TAGS = {
+    "text": "<parameter=text>\na <b>\n{\n</parameter>\n",
+    "size": "<parameter=size>\n5\n</parameter>\n",
+    "red": "<parameter=colour>\nred\n</parameter>\n",
+    "null": "<parameter=colour>\nnull\n</parameter>\n",
+    "blue": "<parameter=colour>\nblue\n</parameter>\n",
+    "points": "<parameter=points>\n[1, 2.5]\n</parameter>\n",
+    "wrong": '<parameter=points>\n["a"]\n</parameter>\n',
+    "other": "<parameter=other>\n5\n</parameter>\n",
+}
+AS_PYTHON = {
+    "text": 'text="a <b>\\n{"',
+    "size": "size=5",
+    "red": 'colour="red"',
+    "null": "colour=null",
+    "blue": 'colour="blue"',
+    "points": "points=[1, 2.5]",
+    "wrong": 'points=["a"]',
+    "other": "other=5",
+}
+SAID = [
+    ("text", True),
+    ("text size red points", True),
+    ("text null", True),
+    ("text size", True),
+    ("size", False),
+    ("", False),
+    ("text blue", False),
+    ("text wrong", False),
+    ("text other", False),
+    ("size text", False),
+]
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("parser", ["qwen3_coder", "pythonic", "olmo3"])
+def test_arguments_one_by_one_keep_to_their_schema(parser: str, is_strict: bool) -> None:
+    tool = {"type": "function", "function": {"name": "paint", "parameters": PAINT, "strict": is_strict}}
+    asked(w := tool_world("x", tool_call_parser=parser), tools=[tool], tool_choice="required")
+    value = {"text": "a <b>\n{", "size": 5, "points": [1, 2.5]}
+    for names, is_right in SAID:
+        parts = names.split()
+        tags = "".join(AS_TAGS[part] for part in parts)
+        python = f"paint({', '.join(AS_PYTHON[part] for part in parts)})"
+        text = {
+            "qwen3_coder": f"<tool_call>\n<function=paint>\n{tags}</function>\n</tool_call>",
+            "pythonic": f"[{python}]",
+            "olmo3": f"<function_calls>{python}</function_calls>",
+        }[parser]
+        assert accepts(w, text) is is_right, names
+        if is_right:
+            ((_, said),) = calls_of(asked(tool_world(text, tool_call_parser=parser), tools=[tool]))
+            meant = {"red": ("colour", "red"), "null": ("colour", None)}
+            assert json.loads(said) == dict(meant.get(part) or (part, value[part]) for part in parts)
+
+
+@pytest.mark.parametrize(("parser", "text"), [("qwen3_coder", "<parameter=z>\n5\n</parameter>\n"), ("pythonic", "z=5")])
+def test_arguments_that_no_schema_names_may_be_any(parser: str, text: str) -> None:
+    asked(w := tool_world("x", tool_call_parser=parser), tools=[SUB], tool_choice="required")
+    whole = {"qwen3_coder": "<tool_call>\n<function=sub>\n{0}</function>\n</tool_call>", "pythonic": "[sub({0})]"}
+    assert accepts(w, whole[parser].format(""))
+    assert accepts(w, whole[parser].format(text))
+    closed = {"type": "function", "function": {"name": "sub", "parameters": {"additionalProperties": False}}}
+    asked(w := tool_world("x", tool_call_parser=parser), tools=[closed], tool_choice="required")
+    assert accepts(w, whole[parser].format(""))
+    assert not accepts(w, whole[parser].format(text))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "^a"}}},
+        {"properties": {"a": {"type": ["string", "integer"]}}},
+        {"properties": {"a": {"type": "string"}}, "minProperties": 1},
+        {"properties": {"a>": {"type": "string"}}},
+    ],
+    ids=str,
+)
+def test_what_tags_cannot_bind_is_refused_of_a_strict_function(parameters: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    with (w := tool_world("x", tool_call_parser="qwen3_coder")).http() as http:
+        response = http.post("/v1/chat/completions", json={"messages": USER, "tools": [tool]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+    assert "parameters of f: " in response.json()["error"]["message"]
+    assert w.node.submits == []
 
 
 def test_a_model_that_thinks_may_do_so_before_what_it_must_say() -> None:
@@ -373,6 +508,17 @@ def test_marks_that_are_tokens_are_followed_as_tokens(fields: dict[str, Any]) ->
     assert accepts(w, f"{CALL}\n{CALL}", THINKS, marks)
     assert not accepts(w, f"<think>Hm.</think>\n\n{CALL.replace('1', 'x')}", THINKS, marks)
     assert not accepts(w, "<think>Hm.", THINKS, marks)
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"tools": [STRICT]}], ids=["required", "strict"])
+def test_marks_of_qwen3_coder_are_followed_as_tokens(fields: dict[str, Any]) -> None:
+    """Which has them as Qwen3 does. The first may be forgotten."""
+    marks = ("<tool_call>", "</tool_call>")
+    w = world(says("x"), tokenizer=tokenizer(TEMPLATE, marks), tool_call_parser="qwen3_coder")
+    asked(w, **fields)
+    assert accepts(w, f"{CODER}\n{CODER}", added=marks)
+    assert not accepts(w, CODER.replace("1", "x"), added=marks)
+    assert accepts(w, CODER.removeprefix("<tool_call>\n"), added=marks) is ("tools" in fields)
 
 
 def test_auto_alone_forces_nothing() -> None:

@@ -12,8 +12,8 @@ from tandem.server.api.body import ChatBody, decode_body
 from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.errors import Refusal
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece
-from tandem.server.api.tool_parsers.table import HERMES, LLAMA3, MISTRAL, ToolFormat
+from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Tools
+from tandem.server.api.tool_parsers.table import FORMATS, HERMES, PYTHONIC, QWEN3_CODER, ToolFormat
 from targets.http import new_loop
 
 SCHEMA = {
@@ -41,12 +41,13 @@ def structured_body() -> Run:
     """A grammar that compiles, none, or a refusal."""
     loop = new_loop()
     tokenizer = Tokenizer(find_model(BUNDLED))
-    form = ChatForm(HERMES, "qwen3")
+    forms = [ChatForm(format, "qwen3") for format in (HERMES, QWEN3_CODER, PYTHONIC)]
 
     def run(data: bytes) -> None:
         body = decode_body(data, ChatBody)
         asyncio.set_event_loop(loop)
-        loop.run_until_complete(form.answer_to(body).read_grammar(body, tokenizer, "a prompt", len(data)))
+        for form in forms:
+            loop.run_until_complete(form.answer_to(body).read_grammar(body, tokenizer, "a prompt", len(data)))
 
     return run
 
@@ -56,15 +57,16 @@ def chat_answer() -> Run:
 
     def run(data: bytes) -> None:
         text = data.decode(errors="replace")
-        for format in (HERMES, LLAMA3, MISTRAL):
-            whole = taken_apart(format, [text])
-            assert taken_apart(format, [text[: len(text) // 3], text[len(text) // 3 :]]) == whole
+        for format in FORMATS.values():
+            for tools in (None, {"f": SCHEMA}):
+                whole = taken_apart(format, [text], tools)
+                assert taken_apart(format, [text[: len(text) // 3], text[len(text) // 3 :]], tools) == whole
 
     return run
 
 
-def taken_apart(format: ToolFormat, parts: list[str]) -> list[str]:
-    parser = format.parser()
+def taken_apart(format: ToolFormat, parts: list[str], tools: Tools | None) -> list[str]:
+    parser = format.parser(tools)
     pieces: list[Piece] = [piece for part in parts for piece in parser.feed(part)]
     found: dict[int, list[str]] = {-1: []}
     for piece in [*pieces, *parser.finish()]:
@@ -88,6 +90,11 @@ def answers() -> Mapping[str, bytes]:
         "hermes": f"So: <tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>",
         "llama3": f"<|python_tag|>{CALL}; {CALL}".replace("arguments", "parameters"),
         "mistral": f"Well [TOOL_CALLS][{CALL}, {CALL}] and [TOOL_CALLS]f[ARGS]" + '{"a": 1}',
+        "phi4_mini": f"Well <|tool_call|>[{CALL}, {CALL}]<|/tool_call|> functools[{CALL}]",
+        "pythonic": '[f(a=-1.5, b=[\'x\\x41\', {\'c\': None}], c="""y"""), f()]',
+        "olmo3": "Well <function_calls>\nf(a=True)\nf(b=[1, (2, 'x')])\n</function_calls>",
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=c>\nx\n</parameter>\n"
+        "</function>\n</tool_call>\n<function=f>\n<parameter=b>\n['x']\n</function>\n</tool_call>",
     }
     return {name: text.encode() for name, text in texts.items()}
 

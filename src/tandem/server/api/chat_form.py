@@ -26,12 +26,12 @@ from tandem.server.api.tool_parsers.base import (
     CallArguments,
     CallStart,
     Function,
-    Literal,
     Piece,
     Reasoning,
     Text,
     loaded,
 )
+from tandem.server.api.tool_parsers.rules import Rules
 from tandem.server.api.tool_parsers.table import ToolFormat, format_for
 
 MAX_NAME_CHARS = 128
@@ -132,67 +132,47 @@ class AnswerForm:
         return made
 
     def _grammar(self, tokenizer: Tokenizer, prompt: str, answer: str, *, calls: bool) -> str:
-        parts: dict[str, str] = {"answer": answer} if answer else {}
-        lark = self._lark(tokenizer, prompt, parts, calls=calls, has_answer=bool(answer))
-        return grammar.from_parts(lark, parts)
-
-    def _lark(self, tokenizer: Tokenizer, prompt: str, parts: dict[str, str], *, calls: bool, has_answer: bool) -> str:
-        def literal(text: str) -> str:
-            return grammar.literal(text, tokenizer.grammar_marks)
-
-        rules: list[str] = []
-        if calls:
-            functions = [self._function(index, tool, parts) for index, tool in enumerate(self.tools)]
-            is_opened = not self.must_call and not has_answer
-            made = self.format.calls(functions, literal, is_parallel=self.is_parallel, is_opened=is_opened)
-            rules.append(f"calls: {made}")
-        if self.must_call:
-            body = "calls"
-        elif calls and has_answer:
-            body = "@answer | calls"
-        elif calls:
-            body = self._text_and_calls(literal, rules)
-        else:
-            body = "@answer"
-        rules.append(f"body: {body}")
-        rules.append(f"start: {self._thought(prompt, literal, rules)} body")
-        return "\n".join(rules)
-
-    def _function(self, index: int, tool: Tool, parts: dict[str, str]) -> Function:
+        rules = Rules(tokenizer.grammar_marks, {"answer": answer} if answer else {})
         try:
-            parts[f"arguments_{index}"] = grammar.from_json_schema(tool.parameters, is_lenient=not tool.is_strict)
+            body = self._body(rules, calls=calls, has_answer=bool(answer))
         except GrammarError as error:
-            message = f"tools: parameters of {tool.name}: {error}"
-            raise Refusal(Problem.INVALID_GRAMMAR, message, param="tools") from None
-        return Function(tool.name, f"@arguments_{index}")
+            raise Refusal(Problem.INVALID_GRAMMAR, f"tools: {error}", param="tools") from None
+        rules.lines.append(f"start: {self._thought(prompt, rules)} ({body})")
+        return grammar.from_parts("\n".join(rules.lines), rules.parts)
 
-    def _text_and_calls(self, literal: Literal, rules: list[str]) -> str:
+    def _body(self, rules: Rules, *, calls: bool, has_answer: bool) -> str:
+        """What comes after the thought, as a Lark expression."""
+        if not calls:
+            return "@answer"
+        if not self.must_call and not has_answer:
+            return self._text_and_calls(rules)
+        made = self._calls(rules)
+        return made if self.must_call else f"@answer | {made}"
+
+    def _calls(self, rules: Rules, opened: str = "") -> str:
+        functions = [Function(tool.name, tool.parameters, tool.is_strict, rules) for tool in self.tools]
+        return self.format.calls(functions, rules.literal, is_parallel=self.is_parallel, opened=opened)
+
+    def _text_and_calls(self, rules: Rules) -> str:
         """Calls keep to their schemas; everything else is free."""
-        rules.append(r"TEXT: /(.|\n)*/")
-        if not self.format.opener:
-            rules.append(r"PLAIN: /([^{\s](.|\n)*)?/")
-            return "PLAIN | calls"
-        rules.append(up_to("opening", "TEXT", literal(self.format.opener)))
-        return f"(opening calls){'*' if self.is_parallel else '?'} TEXT"
+        if not self.format.openers:
+            rules.lines.append(rf"PLAIN: /([^{self.format.first}\s](.|\n)*)?/")
+            return f"PLAIN | {self._calls(rules)}"
+        ways = [f"{rules.up_to(opener)} {self._calls(rules, opener)}" for opener in self.format.openers]
+        return f"({' | '.join(ways)}){'*' if self.is_parallel else '?'} TEXT"
 
     def thinking(self, prompt: str) -> Thinking:
         if self.reasoning == NONE or reasoning.is_over(prompt):
             return Thinking.NEVER
         return Thinking.INSIDE if reasoning.begins_inside(self.reasoning, prompt) else Thinking.MAYBE
 
-    def _thought(self, prompt: str, literal: Literal, rules: list[str]) -> str:
+    def _thought(self, prompt: str, rules: Rules) -> str:
         state = self.thinking(prompt)
         if not state:
             return ""
-        rules += [r"THOUGHT: /(.|\n)*/", r"SPACES: /[ \t\r\n]*/"]
-        rules.append(up_to("thought", "THOUGHT", literal(reasoning.CLOSER)))
-        opener = literal(reasoning.OPENER)
-        return "thought SPACES" if state is Thinking.INSIDE else f"({opener} thought SPACES)?"
-
-
-def up_to(rule: str, text: str, mark: str) -> str:
-    """A Lark rule for text that ends where a mark appears first, which no text can spell where it is a token."""
-    return f"{rule}{'' if grammar.is_mark(mark) else '[lazy]'}: {text} {mark}"
+        rules.lines.append(r"SPACES: /[ \t\r\n]*/")
+        thought = f"{rules.up_to(reasoning.CLOSER)} SPACES"
+        return thought if state is Thinking.INSIDE else f"({rules.literal(reasoning.OPENER)} {thought})?"
 
 
 class AnswerSplitter:
@@ -203,7 +183,7 @@ class AnswerSplitter:
         self._thoughts: ReasoningSplitter | None = None
         if thinking := form.thinking(prompt):
             self._thoughts = ReasoningSplitter(is_inside=thinking is Thinking.INSIDE)
-        self._tools = form.format.parser([tool.name for tool in form.tools]) if form.tools else None
+        self._tools = form.format.parser({tool.name: tool.parameters for tool in form.tools}) if form.tools else None
         self._form = form
         self._held: list[str] = []  # of a thought that is shown as a whole
         self.num_calls = 0

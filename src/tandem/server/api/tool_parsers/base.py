@@ -6,11 +6,14 @@ Whatever the pieces are, what comes out is, put together, the same. A call that 
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol  # schemas are JSON
 
 import msgspec
-from msgspec import Struct
+
+from tandem.grammar import GrammarError
+from tandem.server.api.tool_parsers.rules import Rules
 
 MOST_CALLS = 16  # that a grammar lets a model make in one answer
 ARGUMENTS = ("arguments", "parameters")
@@ -45,14 +48,50 @@ class CallArguments:
 Piece = Text | Reasoning | CallStart | CallArguments
 
 
-class Function(Struct, frozen=True):
-    """One that may be called, for a grammar: `arguments` is a Lark expression for what follows its name."""
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One that may be called, for a grammar. What is said of JSON is a Lark expression."""
 
     name: str
-    arguments: str
+    schema: dict[str, Any]  # of its arguments
+    is_strict: bool
+    rules: Rules
+
+    @property
+    def arguments(self) -> str:
+        return self.value(self.schema)
+
+    def value(self, schema: dict[str, Any]) -> str:
+        """Raises `GrammarError` for what cannot be followed."""
+        try:
+            return self.rules.json(schema, is_lenient=not self.is_strict)
+        except GrammarError as error:
+            raise self.refused(str(error)) from None
+
+    def refused(self, why: str) -> GrammarError:
+        return GrammarError(f"parameters of {self.name}: {why}")
 
 
 Literal = Callable[[str], str]  # a text as a Lark expression
+Tools = Mapping[str, dict[str, Any]]  # functions that may be called: their arguments' schemas by their names
+
+
+class CallReader(Protocol):
+    """One call of an answer, whatever its format."""
+
+    name: str | None  # once it is certain that this is one
+    is_done: bool
+    is_broken: bool
+
+    @property
+    def raw(self) -> str:
+        """What has been taken, for who shows it as text; of a call that has a name there is nothing to show."""
+        ...
+
+    def feed(self, text: str) -> tuple[int, list[Piece]]:
+        """How many characters of it belong to this call, and what is certain by them. What is not taken comes again,
+        with more behind it."""
+        ...
 
 
 class CallObject:
@@ -248,7 +287,7 @@ class ToolParser(ABC):
         self._names = names
         self._text = ""
         self._pieces: list[Piece] = []
-        self._call: CallObject | None = None
+        self._call: CallReader | None = None
         self._state: Callable[[bool], bool] = self._outside
         self._num_calls = 0
 
@@ -259,7 +298,7 @@ class ToolParser(ABC):
     def finish(self) -> list[Piece]:
         """The rest, after the last text."""
         pieces = self._advance(is_last=True)
-        rest = (self._call.raw if self._call is not None else "") + self._text
+        rest = self._text if self._call is None else self._call.raw + self._text if self._call.name is None else ""
         self._text, self._call = "", None
         if rest.strip(SPACES) or (rest and not self._num_calls):
             pieces.append(Text(rest))
@@ -283,9 +322,11 @@ class ToolParser(ABC):
 
     def _begin_call(self, opening: str = "", name: str | None = None, names: Collection[str] | None = None) -> None:
         """`opening` is at the front of the text."""
+        self._begin(CallObject(self._num_calls, opening, name, names), opening)
+
+    def _begin(self, call: CallReader, opening: str) -> None:
         self._text = self._text.removeprefix(opening)
-        self._call = CallObject(self._num_calls, opening, name, names)
-        self._state = self._inside
+        self._call, self._state = call, self._inside
 
     def _inside(self, is_last: bool) -> bool:
         call = self._call
@@ -301,26 +342,39 @@ class ToolParser(ABC):
             self._state = self._behind
         return call.is_broken or call.is_done
 
-    def _broken(self, call: CallObject) -> None:
+    def _broken(self, call: CallReader) -> None:
         self._say(call.raw)
         self._num_calls += call.name is not None
         self._call = None
         self._state = self._outside
 
-    def _text_up_to(self, mark: str, is_last: bool) -> str:
-        """Show text up to a mark and the spaces before it, which are left, and returned when the mark is there."""
-        before, found, _ = self._text.partition(mark)
-        if not found and is_last:
+    def _text_up_to(self, *marks: str, is_last: bool) -> str:
+        """Show text up to the first mark and the spaces before it, which are left, and returned with the mark when it
+        is there."""
+        at, mark = first_of(self._text, marks)
+        if not mark and is_last:
             return ""
-        shown = len(before.rstrip(SPACES)) if found else len(self._text) - undecided(self._text, mark)
-        self._say(self._text[:shown])
+        before = self._text[:at]
+        shown = len(before.rstrip(SPACES)) if mark else at - undecided(before, *marks)
+        self._say(before[:shown])
         self._text = self._text[shown:]
-        return before[shown:] + mark if found else ""
+        return before[shown:] + mark if mark else ""
 
 
-def undecided(text: str, mark: str) -> int:
-    """How many characters at its end may be spaces before a mark, or the beginning of one."""
-    size = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+def first_of(text: str, marks: Sequence[str]) -> tuple[int, str]:
+    """Where which of them is; the end of the text, and none."""
+    return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(len(text), ""))
+
+
+def begun(text: str, *marks: str) -> int:
+    """How many characters at its end may be the beginning of a mark."""
+    most = min(max(map(len, marks)) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+
+
+def undecided(text: str, *marks: str) -> int:
+    """The same, with the spaces before."""
+    size = begun(text, *marks)
     body = text[: len(text) - size]
     return size + len(body) - len(body.rstrip(SPACES))
 
@@ -333,6 +387,11 @@ def json_call(function: Function, literal: Literal, key: str) -> str:
     """`{"name": "f", "arguments": {...}}` as a Lark expression."""
     head = '{"name": ' + json.dumps(function.name) + ', "' + key + '": '
     return f"{literal(head)} {function.arguments} {literal('}')}"
+
+
+def as_json(text: str) -> str:
+    """What of a text stands between the quotes of JSON, of any part of it the same."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def repeated(first: str, again: str, *, is_parallel: bool) -> str:

@@ -9,7 +9,7 @@ OPENER, CLOSER = "<tool_call>", "</tool_call>"
 
 class HermesParser(ToolParser):
     def _outside(self, is_last: bool) -> bool:
-        if opening := self._text_up_to(OPENER, is_last):
+        if opening := self._text_up_to(OPENER, is_last=is_last):
             self._begin_call(opening)
         return bool(opening)
 
@@ -23,9 +23,9 @@ class HermesParser(ToolParser):
         return True
 
 
-def calls(functions: Sequence[Function], literal: Literal, *, is_parallel: bool, is_opened: bool = False) -> str:
-    """One or more calls as a Lark expression; `is_opened`: the mark of the first is there already."""
+def calls(functions: Sequence[Function], literal: Literal, *, is_parallel: bool, opened: str = "") -> str:
+    """One or more calls as a Lark expression; `opened`: the mark of the first, where it is there already."""
     call = one_of(functions, lambda function: json_call(function, literal, "arguments"))
     rest = f"{literal(chr(10))} {call} {literal(chr(10))} {literal(CLOSER)}"
     whole = f"{literal(OPENER)} {rest}"
-    return repeated(rest if is_opened else whole, f"{literal(chr(10))} {whole}", is_parallel=is_parallel)
+    return repeated(rest if opened else whole, f"{literal(chr(10))} {whole}", is_parallel=is_parallel)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tandem.server.api.tool_parsers.base import (
     SPACES,
-    CallObject,
+    CallReader,
     Function,
     Literal,
     ToolParser,
@@ -37,7 +37,7 @@ class Llama3Parser(ToolParser):
         self._text = ""
         return False
 
-    def _broken(self, call: CallObject) -> None:
+    def _broken(self, call: CallReader) -> None:
         super()._broken(call)
         self._state = self._plain
 
@@ -52,7 +52,7 @@ class Llama3Parser(ToolParser):
         return True
 
 
-def calls(functions: Sequence[Function], literal: Literal, *, is_parallel: bool, is_opened: bool = False) -> str:
+def calls(functions: Sequence[Function], literal: Literal, *, is_parallel: bool, opened: str = "") -> str:
     """One or more calls as a Lark expression. Nothing opens them."""
     call = one_of(functions, lambda function: json_call(function, literal, "parameters"))
     return repeated(call, f"{literal('; ')} {call}", is_parallel=is_parallel)

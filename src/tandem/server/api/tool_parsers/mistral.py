@@ -28,7 +28,7 @@ class MistralParser(ToolParser):
         self._opening = ""
 
     def _outside(self, is_last: bool) -> bool:
-        if opening := self._text_up_to(OPENER, is_last):
+        if opening := self._text_up_to(OPENER, is_last=is_last):
             self._opening, self._state = opening, self._opened
         return bool(opening)
 
@@ -67,9 +67,9 @@ class MistralParser(ToolParser):
         return True
 
 
-def calls(functions: Sequence[Function], literal: Literal, *, is_parallel: bool, is_opened: bool = False) -> str:
-    """One or more calls as a Lark expression; `is_opened`: the mark before them is there already."""
+def calls(functions: Sequence[Function], literal: Literal, *, is_parallel: bool, opened: str = "") -> str:
+    """One or more calls as a Lark expression; `opened`: the mark before them, where it is there already."""
     call = one_of(functions, lambda function: json_call(function, literal, "arguments"))
     some = repeated(call, f"{literal(', ')} {call}", is_parallel=is_parallel)
-    opener = "" if is_opened else f"{literal(OPENER)} "
+    opener = "" if opened else f"{literal(OPENER)} "
     return f"{opener}{literal('[')} {some} {literal(']')}"
