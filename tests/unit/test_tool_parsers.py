@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tandem import config
 from tandem.config import ServerConfig
 from tandem.server.api.reasoning import ReasoningSplitter
-from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text, Tools
+from tandem.server.api.tool_parsers.base import MOST_AT_ONCE, CallArguments, CallStart, Piece, Reasoning, Text, Tools
+from tandem.server.api.tool_parsers.hermes import HermesParser
 from tandem.server.api.tool_parsers.python_value import json_of_literal
 from tandem.server.api.tool_parsers.table import (
     FORMATS,
@@ -348,6 +349,22 @@ def test_a_literal_of_python_or_of_json_is_read_as_what_it_is(value: object) -> 
 )
 def test_what_is_no_literal_is_none(text: str) -> None:
     assert json_of_literal(text) is None
+
+
+def test_a_long_answer_is_taken_a_little_at_a_time() -> None:
+    """Else what it takes would grow with the square of its length."""
+
+    class Counting(HermesParser):
+        longest = 0
+
+        def _outside(self, is_last: bool) -> bool:
+            self.longest = max(self.longest, len(self._text))
+            return super()._outside(is_last)
+
+    parser = Counting()
+    calls = '<tool_call>{"name": "f"}</tool_call>' * 1000
+    assert summary(parser.feed(calls)) == ("", [("f", "{}")] * 1000)
+    assert parser.longest <= 2 * MOST_AT_ONCE
 
 
 def test_what_is_nested_deeply_or_long_is_read_in_a_straight_line() -> None:

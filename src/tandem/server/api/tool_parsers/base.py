@@ -16,6 +16,7 @@ from tandem.grammar import GrammarError
 from tandem.server.api.tool_parsers.rules import Rules
 
 MOST_CALLS = 16  # that a grammar lets a model make in one answer
+MOST_AT_ONCE = 1024  # characters that a parser takes
 ARGUMENTS = ("arguments", "parameters")
 SPACES = " \t\n\r"
 IN_STRING, IN_VALUE, NOTHING = re.compile(r'[^"\\]+'), re.compile(r'[^"{}\[\]]+'), re.compile(r"(?!)")
@@ -292,8 +293,12 @@ class ToolParser(ABC):
         self._num_calls = 0
 
     def feed(self, text: str) -> list[Piece]:
-        self._text += text
-        return self._advance(is_last=False)
+        """A long text in pieces, which change nothing: each step copies what is left."""
+        pieces: list[Piece] = []
+        for start in range(0, len(text), MOST_AT_ONCE):
+            self._text += text[start : start + MOST_AT_ONCE]
+            pieces += self._advance(is_last=False)
+        return pieces
 
     def finish(self) -> list[Piece]:
         """The rest, after the last text."""
