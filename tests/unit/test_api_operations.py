@@ -351,7 +351,7 @@ def test_every_cause_and_problem_has_a_row_in_the_table_and_the_page_is_up_to_da
 
 def test_the_table_says_router_of_every_problem_that_a_router_names() -> None:
     server = Path(errors.__file__).parents[1]
-    shared = [server / "api" / name for name in ("access.py", "body_store.py", "gate.py", "http1.py")]
+    shared = [server / "api" / name for name in ("access.py", "body_store.py", "endpoint_parts.py", "http1.py")]
     text = "\n".join(path.read_text() for path in (*server.glob("router/*.py"), *shared))
     named = {Problem[name] for name in re.findall(r"\bProblem\.([A-Z_]+)", text)}
     assert len(named) > 10
