@@ -103,6 +103,8 @@ def test_a_conversation_goes_on_where_it_was(client: openai.OpenAI, ask: Any) ->
     assert alone.usage is not None
     assert second.usage.input_tokens == alone.usage.input_tokens
     assert second.usage.input_tokens > (first.usage.input_tokens if first.usage is not None else 0)
+    more = {"input": "And 2 more?", "previous_response_id": first.id}
+    assert client.responses.input_tokens.count(model=MODEL, **more).input_tokens == second.usage.input_tokens
     named = [{"type": "item_reference", "id": item.id} for item in first.output]
     again = ask(client, input=[sent[0], *named, sent[-1]])
     assert (again.output_text, again.usage.input_tokens) == (alone.output_text, alone.usage.input_tokens)

@@ -480,6 +480,24 @@ def test_an_item_of_a_kept_response_may_be_named_instead_of_sent(ask: Any) -> No
     assert prompt_of(ours) == prompt_of(theirs)
 
 
+def test_tokens_are_counted_as_they_are_computed() -> None:
+    w = world(says("four"), tokenizer=tokenizer())
+    with client_of(w) as client:
+        first = asked(client, input="2 + 2?", tools=[ADD])
+        fields = {"input": "and 1?", "previous_response_id": first.id, "instructions": "Be kind.", "tools": [ADD]}
+        counted = client.responses.input_tokens.count(model="toy", **fields)
+        last = asked(client, **fields)
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.input_tokens.count(model="toy", input=[{"role": "user", "content": [{"type": "x"}]}])
+        assert refused.value.param == "input"
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == len(prompt_of(w.node.submits[-1])) == last.usage.input_tokens
+    with world(says("x"), disaggregation_mode="decode").http() as http:
+        path = "/v1/responses/input_tokens"
+        assert http.post(path, json={"input": "x"}).json()["input_tokens"] > 0
+        assert http.post(path, json={"input": "x", "previous_response_id": "y"}).status_code == 400
+
+
 def test_a_response_is_read_and_deleted_as_the_sdk_does(ask: Any) -> None:
     with client_of(world(says("four"))) as client:
         first = ask(client, input="2 + 2?")

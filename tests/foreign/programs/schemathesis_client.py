@@ -11,7 +11,7 @@ from _shared import BASE, shown
 
 HERE = Path(__file__).resolve().parent
 GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate")
-OTHERS = ("/v1/models", "/tokenize", "/detokenize", "/v1/messages/count_tokens")
+OTHERS = ("/v1/models", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
 CHECKS += ("negative_data_rejection",)
 OURS = ("fitting_bodies_are_taken",)  # in `schemathesis_checks.py`

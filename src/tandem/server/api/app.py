@@ -65,13 +65,13 @@ from tandem.server.api.kv_transfer_params import (
 from tandem.server.api.large_body import decode_both
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.live_requests import IncomingRequest
-from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, count_tokens, read_messages
+from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, read_messages
 from tandem.server.api.off_loop import off_loop
-from tandem.server.api.openai import ChatReply, CompletionReply, Shape, read_chat, read_completion
+from tandem.server.api.openai import ChatReply, CompletionReply, Shape, count_tokens, read_chat, read_completion
 from tandem.server.api.ops import Ops, check_model, json_response
 from tandem.server.api.rendering import Renderer
 from tandem.server.api.response_store import PendingResponse, ResponsePages, ResponseStore, owner_of
-from tandem.server.api.responses import ResponsesBody, read_responses, without_items
+from tandem.server.api.responses import ResponsesBody, count_input, read_responses, without_items
 from tandem.server.api.responses_reply import ResponsesReply
 from tandem.server.api.resume import ASKS, Opening, Proofs, Resume, Resuming
 from tandem.server.api.served_model import ModelFacts, limits_of
@@ -216,6 +216,7 @@ class Endpoints:
             Route("/generate", self.generate, methods=["POST"]),
             Route("/v1/messages", self.messages, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.count_input, methods=["POST"]),
             *ResponsePages(self._store).routes(),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             *(Route(path, self.embed, methods=["POST"]) for path in EMBEDDING_PATHS),
@@ -267,10 +268,7 @@ class Endpoints:
         ) -> tuple[list[Prompt], list[GenerationParams]]:
             nonlocal kept_size
             if self._store.keeps and not conversation.has_begun:
-                asked = (body.previous_response_id, body.input, body.kept_items)
-                unknown = LOOP_BYTES + 1  # what is before it may be long
-                before, body.input, kept_size = await off_loop(unknown, LOOP_BYTES, conversation.begin, *asked)
-                body.kept_items = await off_loop(len(before), LOOP_BYTES, msgspec.json.decode, before)
+                kept_size = await self._go_on(conversation, body)
             return await read_responses(body, routing, tokenizer, limits, size + kept_size, form=self._chat_form)
 
         def reply(body: ResponsesBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
@@ -280,6 +278,14 @@ class Endpoints:
             return ResponsesReply(body, model=model, nonce=asks[0].nonce, made_at=made_at, form=form, keep=keep)
 
         return await self._answer(request, ResponsesBody, read, reply)
+
+    async def _go_on(self, conversation: PendingResponse, body: ResponsesBody) -> int:
+        """Puts what is before it into the body: how many bytes that has."""
+        asked = (body.previous_response_id, body.input, body.kept_items)
+        unknown = LOOP_BYTES + 1  # it may be long
+        before, body.input, kept_size = await off_loop(unknown, LOOP_BYTES, conversation.begin, *asked)
+        body.kept_items = await off_loop(len(before), LOOP_BYTES, msgspec.json.decode, before)
+        return kept_size
 
     async def embed(self, request: Request) -> TokenResponse:
         def reply(body: EmbeddingBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
@@ -304,8 +310,19 @@ class Endpoints:
         raw = await read_body(request)
         routing, body = await decode_both(raw, Routing, MessagesBody)
         check_model(routing.model, self._config)
-        count = await count_tokens(body, routing, self._tokenizer, self._limits, len(raw), form=self._chat_form)
+        chat, size = partial(chat_of, body), len(raw)
+        count = await count_tokens(chat, routing, self._tokenizer, self._limits, size, form=self._chat_form)
         return json_response({"input_tokens": count})
+
+    async def count_input(self, request: Request) -> Response:
+        raw = await read_body(request)
+        routing, body = await decode_both(raw, Routing, ResponsesBody)
+        check_model(routing.model, self._config)
+        size = len(raw)
+        if self._store.keeps:
+            size += await self._go_on(PendingResponse(self._store, owner_of(request)), body)
+        count = await count_input(body, routing, self._tokenizer, self._limits, size, form=self._chat_form)
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def _answer(
         self,

@@ -15,17 +15,17 @@ from msgspec import Meta, Raw, Struct
 
 from tandem.logtext import shown
 from tandem.server.api.body import ChatBody, Messages, Routing, unsupported
-from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
+from tandem.server.api.bounds import LOOP_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, arguments_of
 from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.foreign_fields import NOTHING, Foreign
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
-from tandem.server.api.openai import chat_text, has_more_than_text, read_chat
+from tandem.server.api.openai import has_more_than_text, read_chat
 from tandem.server.api.stream import Reply, Sample
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
-from tandem.server.api.validation import GenerationParams, Prompt, read_text, time_of
+from tandem.server.api.validation import GenerationParams, Prompt
 
 encode = msgspec.json.Encoder().encode
 
@@ -68,19 +68,6 @@ async def read_messages(
         raise invalid("max_tokens", "is missing")
     chat = await off_loop(size, LOOP_BYTES, chat_of, body)
     return await read_chat(chat, routing, tokenizer, limits, size, form=form)
-
-
-async def count_tokens(
-    body: MessagesBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int, *, form: ChatForm
-) -> int:
-    """Of the prompt that the body makes. size: bytes of the body."""
-
-    def text() -> str:
-        chat = chat_of(body)
-        return chat_text(chat, tokenizer, time_of(routing), form.answer_to(chat).offered).text
-
-    prompt = await off_loop(size, LOOP_CHAT_BYTES, text)
-    return len((await read_text(prompt, tokenizer, limits, "messages", add_special_tokens=False)).tokens)
 
 
 def chat_of(body: MessagesBody) -> ChatBody:

@@ -5,7 +5,7 @@ Chunks of a stream are put together from bytes that are encoded once per request
 """
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any  # messages and template variables are whatever the template takes
 
 import msgspec
@@ -68,6 +68,26 @@ async def read_chat(
     prompt = await read_text(chat.text, tokenizer, limits, param, add_special_tokens=False)
     prompt = structs.replace(prompt, rendered_at=chat.rendered_at)
     return [check_prompt(prompt, limits, param)], [params]
+
+
+async def count_tokens(
+    read: Callable[[], ChatBody],
+    routing: Routing,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    size: int,
+    *,
+    form: ChatForm,
+    param: str = "messages",
+) -> int:
+    """Of the prompt that a chat makes. read: the chat, of a body of so many bytes, in any thread."""
+
+    def text() -> str:
+        chat = read()
+        return chat_text(chat, tokenizer, time_of(routing), form.answer_to(chat).offered).text
+
+    prompt = await off_loop(size, LOOP_CHAT_BYTES, text)
+    return len((await read_text(prompt, tokenizer, limits, param, add_special_tokens=False)).tokens)
 
 
 def rendered(body: ChatBody, routing: Routing, tokenizer: Tokenizer, form: ChatForm) -> tuple[AnswerForm, RenderedChat]:
@@ -414,16 +434,15 @@ class ChatReply(Reply):
         pieces = [*splitter.feed(text), *splitter.finish()]
         content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
         thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        arguments: dict[int, list[str]] = {}
+        for piece in pieces:
+            if isinstance(piece, CallArguments):
+                arguments.setdefault(piece.index, []).append(piece.text)
         calls = [
             {
                 "id": splitter.id_of(call.index),
                 "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": "".join(
-                        piece.text for piece in pieces if isinstance(piece, CallArguments) and piece.index == call.index
-                    ),
-                },
+                "function": {"name": call.name, "arguments": "".join(arguments.get(call.index, ()))},
             }
             for call in pieces
             if isinstance(call, CallStart)

@@ -373,6 +373,7 @@ RULES: dict[str, tuple[Schema, ...]] = {
         ),
     ),
 }
+NARROWER["/v1/responses/input_tokens"] = NARROWER["/v1/responses"]
 WITHIN: dict[str, Schema] = {"NativeSampling": at_most_one(GRAMMARS), "StructuredOutputs": at_most_one(STRUCTURED)}
 RID: Schema = {"type": "string", "maxLength": MAX_RID_CHARS, "pattern": "^[ -~]*$"}
 OF_ROUTING: Schema = {
@@ -391,6 +392,11 @@ OTHERS: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
         {"messages": LIST | {"items": TURN}},
         "How many tokens such a prompt has.",
     ),
+    "/v1/responses/input_tokens": (
+        ResponsesBody,
+        {"input": PROMPT | {"items": ITEM}},
+        "How many tokens such a prompt has.",
+    ),
     "/detokenize": (
         DetokenizeBody,
         {"tokens": {"anyOf": [IDS, {"type": "array", "items": IDS}]}},
@@ -404,7 +410,7 @@ KEEPS_NONE = rule(
     {"kept_items": NULL, "store": OFF, "previous_response_id": NULL},
     {"kept_items": {"type": "array", "items": ITEM}},
 )
-RESPONSES = "/v1/responses"
+RESPONSES, COUNT_INPUT = "/v1/responses", "/v1/responses/input_tokens"
 WITHIN_BODIES = (StreamOptions, StructuredOutputs, NativeSampling, ReasoningConfig, ResponseStreamOptions)
 OF_PAIR = ("bootstrap_host", "bootstrap_port", "bootstrap_room")  # a router's to say, whatever a client says
 TOKENS = ("prompt", "input_ids", "tokens", "stop_token_ids")  # fields of ids
@@ -490,8 +496,8 @@ def openapi_document(
     still = {
         path: [*([NARROWER[path]] if path in NARROWER else []), *RULES.get(path, ())] for path in (*endpoints, *OTHERS)
     }
-    if RESPONSES in still:
-        still[RESPONSES].append(KEEPS_NONE if is_paired else KEEPS)
+    for path in still.keys() & {RESPONSES, COUNT_INPUT}:
+        still[path].append(KEEPS_NONE if is_paired else KEEPS)
     for path, (kind, fields, text) in endpoints.items():
         parts = [reference(kind), with_one(fields, of="oneOf"), *still[path], *beside, refused_fields(kind)]
         paths[path] = {"post": operation(text, {"allOf": parts})}

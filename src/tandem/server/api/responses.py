@@ -10,6 +10,7 @@ pair read the same conversation, whichever pair served it so far.
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any  # items and schemas of tools are JSON
 
 from msgspec import Meta, Raw, Struct, structs
@@ -31,7 +32,7 @@ from tandem.server.api.errors import Refusal, contradiction, invalid
 from tandem.server.api.foreign_fields import NOTHING, handled
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
-from tandem.server.api.openai import read_chat
+from tandem.server.api.openai import count_tokens, read_chat
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import GenerationParams, Prompt
 
@@ -106,14 +107,29 @@ async def read_responses(
     body: ResponsesBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int, *, form: ChatForm
 ) -> tuple[list[Prompt], list[GenerationParams]]:
     """The one prompt of a request. size: bytes of the body and of `kept_items`."""
-    if body.kept_items is None and (body.previous_response_id is not None or body.store):
-        param = "store" if body.previous_response_id is None else "previous_response_id"
-        raise unsupported(param, ": it keeps no responses; ask the router in front of it, or send all items")
+    refuse_unkept(body)
     chat = await off_loop(size, LOOP_BYTES, chat_of, body)
     try:
         return await read_chat(chat, routing, tokenizer, limits, size, form=form, param="input")
     except Refusal as refusal:
         raise renamed(refusal) from None
+
+
+async def count_input(
+    body: ResponsesBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int, *, form: ChatForm
+) -> int:
+    """How many tokens that prompt has."""
+    refuse_unkept(body)
+    try:
+        return await count_tokens(partial(chat_of, body), routing, tokenizer, limits, size, form=form, param="input")
+    except Refusal as refusal:
+        raise renamed(refusal) from None
+
+
+def refuse_unkept(body: ResponsesBody) -> None:
+    if body.kept_items is None and (body.previous_response_id is not None or body.store):
+        param = "store" if body.previous_response_id is None else "previous_response_id"
+        raise unsupported(param, ": it keeps no responses; ask the router in front of it, or send all items")
 
 
 def renamed(refusal: Refusal) -> Refusal:

@@ -1,7 +1,8 @@
 """The router's HTTP face: generation through a prefill and a decode, the rest proxied, fanned out or answered here.
 
     through a pair      /v1/chat/completions /v1/completions /v1/messages /v1/responses /generate
-    to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /v1/messages/count_tokens /openapi.json
+    to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /v1/messages/count_tokens
+                        /v1/responses/input_tokens /openapi.json
     to all live ones    /flush_cache /health_generate /server_info /v1/loads /get_load /debug/pd/data, and
                         /abort_request, also to those that drain or are to leave
     answered here       / /docs /debug/pd /health /ready /metrics /version /v1/responses/ID /workers(/ID)
@@ -52,7 +53,7 @@ from tandem.server.api.errors import Failure, Problem, Refusal
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openapi import behind_router
-from tandem.server.api.response_store import ResponsePages, ResponseStore
+from tandem.server.api.response_store import PendingResponse, ResponsePages, ResponseStore, owner_of
 from tandem.server.fault_records import folder_of
 from tandem.server.http_pool import PooledTransport
 from tandem.server.router.answer import passed_headers
@@ -60,6 +61,7 @@ from tandem.server.router.config import RouterConfig
 from tandem.server.router.forward import (
     ABORT_REQUEST,
     CONTROL_HEADERS,
+    COUNT_INPUT,
     COUNT_TOKENS,
     DEBUG_DATA,
     DETOKENIZE,
@@ -76,7 +78,7 @@ from tandem.server.router.forward import (
     WorkerRoute,
     sent_headers,
 )
-from tandem.server.router.generate import GENERATION_PATHS, Generate, model_of
+from tandem.server.router.generate import GENERATION_PATHS, Generate, model_of, read_object
 from tandem.server.router.last_steps import RouterLastSteps
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prober import Prober
@@ -134,6 +136,7 @@ class RouterApp:
         self._last_steps = RouterLastSteps(
             self.router, draws, folder_of(config.fault_records), settings=config.settings()
         )
+        self._store = ResponseStore(config.max_stored_responses, config.stored_responses_max_bytes)
         self._shell = RouterShell(
             self.router,
             self._client,
@@ -160,11 +163,10 @@ class RouterApp:
         self.app.router.redirect_slashes = False  # as on the workers
 
     def _routes(self) -> list[Route]:
-        store = ResponseStore(self._config.max_stored_responses, self._config.stored_responses_max_bytes)
         generate = Generate(
             self._shell,
             self._metrics,
-            store,
+            self._store,
             timeout_seconds=self._config.request_timeout,
             blocks_of=PromptBlocks(secrets.token_bytes(32)) if self._config.is_cache_aware else no_blocks,
             tracing=self._tracing,
@@ -172,7 +174,8 @@ class RouterApp:
         return [
             *(Route(path, generate, methods=["POST"]) for path in GENERATION_PATHS),
             *(Route(path, self._refuse_vectors, methods=["POST"]) for path in VECTOR_PATHS),
-            *ResponsePages(store).routes(),
+            Route("/v1/responses/input_tokens", self._count_input, methods=["POST"]),
+            *ResponsePages(self._store).routes(),
             Route("/", self._about),
             Route("/docs", self._docs),
             Route("/debug/pd", show_page),
@@ -256,8 +259,18 @@ class RouterApp:
         return Route(path, answer, methods=[page.method])
 
     async def _to_decode(self, request: Request, page: WorkerRoute) -> Response:
+        return await self._send_to_decode(request, page, await read_body(request))
+
+    async def _count_input(self, request: Request) -> Response:
+        """With the items that are before it, which are kept here."""
+        raw = await read_body(request)
+        conversation = PendingResponse(self._store, owner_of(request)) if self._store.keeps else None
+        unknown = LOOP_BYTES + 1  # they may be long
+        _, content = await off_loop(unknown, LOOP_BYTES, read_object, raw, conversation)
+        return await self._send_to_decode(request, COUNT_INPUT, content)
+
+    async def _send_to_decode(self, request: Request, page: WorkerRoute, body: bytes) -> Response:
         """To the first one that serves the model in question."""
-        body = await read_body(request)
         live = self.router.registry.live(Role.DECODE, await self._model_in_question(request, page, body))
         if not live:
             raise Refusal(Problem.NO_LIVE_PAIR, "no live decode worker", stage=STAGE)
