@@ -560,6 +560,8 @@ def test_the_other_endpoints_are_proxied_fanned_out_or_answered() -> None:
             refused = CLIENT.get(f"{made.url}/v1/loads?{asked}")
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, asked.partition("=")[0])
         assert len(CLIENT.get(made.url + "/get_load").json()) == 3
+        assert CLIENT.get(made.url + "/load").json() == {"server_load": 0}
+        assert [CLIENT.request(method, made.url + "/ping").status_code for method in ("GET", "POST")] == [200, 200]
         assert CLIENT.post(made.url + "/flush_cache").status_code == 200
         assert CLIENT.post(made.url + "/abort_request", json={"rid": "x"}).json() == {"aborted": 1}
         asked = [seen.path for worker in made.prefills + made.decodes for seen in worker.seen]

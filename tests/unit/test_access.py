@@ -75,7 +75,7 @@ def test_every_page_is_in_the_table_or_needs_the_key() -> None:
         *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
         *("/v1/responses", "/v1/responses/{id}", "/v1/responses/{id}/input_items", "/v1/responses/input_tokens"),
-        *("/v1/models", "/v1/models/{id:path}", "/v1/loads", "/get_load", "/version", "/openapi.json"),
+        *("/v1/models", "/v1/models/{id:path}", "/v1/loads", "/get_load", "/load", "/version", "/openapi.json"),
         *("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/health_generate"),
     }
     assert {path for path in served if path.startswith("/debug")} == {*DEBUG, "/debug/pd"}

@@ -33,10 +33,11 @@ NUMBERS = {
 def test_health_follows_readiness_and_draining() -> None:
     w = world()
     with w.http() as http:
-        assert [http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+        assert [http.get(path).status_code for path in ("/health", "/ready", "/ping")] == [200] * 3
         assert http.get("/health").content == b""
         w.client.drain()
-        assert [http.get(path).status_code for path in ("/health", "/ready")] == [503, 503]
+        assert [http.get(path).status_code for path in ("/health", "/ready", "/ping")] == [503] * 3
+        assert http.post("/ping").status_code == 503
 
 
 @pytest.mark.parametrize(("mode", "role"), [("null", "unified"), ("prefill", "prefill"), ("decode", "decode")])
@@ -141,6 +142,7 @@ def test_loads_come_from_the_node() -> None:
         (load,) = http.get("/v1/loads?include=core,queues").json()["loads"]
         assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_total_reqs"]) == (2, 3, 5)
         assert http.get("/get_load").json() == [{"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 3, "num_tokens": 160}]
+        assert http.get("/load").json() == {"server_load": 5}
 
 
 def test_who_is_computed_before_ready_is_one_request_of_the_load() -> None:
@@ -209,8 +211,8 @@ def test_debug_is_for_the_own_machine_only() -> None:
 
 # keys
 
-OPEN = ["/health", "/ready", "/metrics"]
-GUARDED = ["/v1/models", "/server_info", "/version", "/get_load", "/health_generate"]
+OPEN = ["/health", "/ready", "/ping", "/metrics"]
+GUARDED = ["/v1/models", "/server_info", "/version", "/get_load", "/load", "/health_generate"]
 ADMIN = ["/flush_cache", "/debug/state"]
 ANSWERS = {"metrics": {}, "flush": {}, "state": {}}
 

@@ -169,6 +169,7 @@ SERVER: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{"tokens": [[5] * 9000] * 20}],
     "/abort_request": [{"rid": TEXT}],
     "/flush_cache": [{}],
+    "/ping": [{}],
     "/debug/faults": [{"force_optimistic_prefill_retry_prob": 0.0}],
 }
 VECTORS: list[tuple[Task, str, dict[str, Any]]] = [
@@ -179,6 +180,7 @@ VECTORS: list[tuple[Task, str, dict[str, Any]]] = [
     *((task, "/v1/rerank", {"query": TEXT, "documents": [TEXT] * 4}) for task in (Task.EMBEDDINGS, Task.SCORES)),
     *((task, "/v1/score", {"text_1": ["x"] * 400, "text_2": ["x"] * 400}) for task in (Task.EMBEDDINGS, Task.SCORES)),
 ]
+UNREAD = {"/flush_cache", "/ping"}
 SERVER_AT_MOST = {"/debug/faults": 403}  # fault injection is off
 
 
@@ -219,7 +221,7 @@ def test_no_callback_of_a_server_works_on_more_than_the_limit(path: str, body: d
     response = asyncio.run(ask(it.app, path, body, method="PUT" if path.startswith("/debug") else "POST"))
     assert response.status_code == SERVER_AT_MOST.get(path, 200), response.text[:300]
     assert work.too_much() == {}
-    takes_bodies = path not in SERVER_AT_MOST and path != "/flush_cache"
+    takes_bodies = path not in SERVER_AT_MOST and path not in UNREAD
     assert not takes_bodies or work.elsewhere["json"] > LOOP_BYTES, "nothing was seen"
 
 
@@ -251,10 +253,11 @@ ROUTED: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{"tokens": [5] * 40_000}],
     "/abort_request": [{"rid": TEXT}],
     "/flush_cache": [{}],
+    "/ping": [{}],
     "/workers": [{"url": "http://x:1", "worker_type": "decode", "more": TEXT}],
 }
 BY_QUERY = {"/add_worker", "/remove_worker"}  # a body that comes with it is not read
-PASSED_ON = {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/flush_cache"}  # as bytes, whatever they say
+PASSED_ON = {"/tokenize", "/detokenize", "/v1/messages/count_tokens", *UNREAD}  # as bytes, whatever they say
 
 
 async def answered(request: HttpRequest) -> Response:

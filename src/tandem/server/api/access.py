@@ -46,6 +46,7 @@ class Access(Enum):
 PAGES: dict[str, Access] = {
     "/health": Access.OPEN,
     "/ready": Access.OPEN,
+    "/ping": Access.OPEN,
     "/metrics": Access.OPEN,
     "/docs": Access.OPEN,  # the same for everybody; a browser that looks at it has no key to send
     "/flush_cache": Access.ADMIN,

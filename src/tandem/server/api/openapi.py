@@ -424,6 +424,7 @@ READS = {
     "/v1/responses/{id}/input_items": "What a stored response was an answer to.",
     "/health": "200 while new requests are accepted and make progress, else 503.",
     "/ready": "As /health.",
+    "/ping": "As /ready.",
     "/health_generate": "Generates one token, unless a request has just ended well.",
     "/version": "Version of the server.",
     "/metrics": "Prometheus text.",
@@ -431,6 +432,7 @@ READS = {
     "/model_info": "About the model.",
     "/v1/loads": "Load per data-parallel rank.",
     "/get_load": "Load, as a list.",
+    "/load": "How many requests are here.",
     "/debug/waits": "Every waiting request: reason, owner, age, deadline.",
     "/debug/state": "Pools and queues.",
     "/debug/pd": "Requests on their way through prefill and decode, as a page for people.",
@@ -508,6 +510,7 @@ def openapi_document(
             )
         }
     paths["/debug/faults"]["put"] = operation("Change the test hooks.", {"type": "object"})
+    paths["/ping"]["post"] = operation(READS["/ping"])
     paths["/flush_cache"] = {"post": operation("Drop cached pages that nobody holds.")}
     return {
         "openapi": "3.1.0",

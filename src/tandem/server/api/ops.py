@@ -84,6 +84,7 @@ class Ops:
             Route("/docs", self.docs, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/ready", self.health, methods=["GET"]),
+            Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/health_generate", self.health_generate, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
@@ -95,6 +96,7 @@ class Ops:
             Route("/get_model_info", self.model_info, methods=["GET"]),
             Route("/v1/loads", self.loads, methods=["GET"]),
             Route("/get_load", self.load_list, methods=["GET"]),
+            Route("/load", self.server_load, methods=["GET"]),
             Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
             Route("/abort_request", self.abort_request, methods=["POST"]),
             Route("/openapi.json", self.openapi, methods=["GET"]),
@@ -284,6 +286,10 @@ class Ops:
                 for load in await self._loads()
             ]
         )
+
+    async def server_load(self, request: Request) -> Response:
+        """As vLLM says it."""
+        return json_response({"server_load": sum(load["num_total_reqs"] for load in await self._loads())})
 
     async def _loads(self) -> list[Numbers]:
         """Of every rank that answers. Raises `Refusal` when none does: a made-up zero would draw traffic here."""

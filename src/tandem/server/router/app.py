@@ -5,7 +5,7 @@
                         /v1/responses/input_tokens /openapi.json
     to all live ones    /flush_cache /health_generate /server_info /v1/loads /get_load /debug/pd/data, and
                         /abort_request, also to those that drain or are to leave
-    answered here       / /docs /debug/pd /health /ready /metrics /version /v1/responses/ID /workers(/ID)
+    answered here       / /docs /debug/pd /health /ready /ping /load /metrics /version /v1/responses/ID /workers(/ID)
     refused here        /v1/embeddings /v1/rerank /v1/score
 
 Some have a second name, which is in `_routes`; with --enable-igw /v1/models is put together from what all say. Error
@@ -182,6 +182,8 @@ class RouterApp:
             Route("/debug/pd/data", self._debug_data),
             Route("/health", self._health),
             Route("/ready", self._ready),
+            Route("/ping", self._ready, methods=["GET", "POST"]),
+            Route("/load", self._server_load),
             Route("/version", self._version),
             Route("/metrics", self._export),
             Route("/v1/models", self._models),
@@ -239,6 +241,11 @@ class RouterApp:
     async def _ready(self, request: Request) -> Response:
         self._require_pair()
         return Response()
+
+    async def _server_load(self, request: Request) -> Response:
+        """Of all decodes, as far as they have it from here."""
+        decodes = (worker for worker in self.router.registry.workers() if worker.role is Role.DECODE)
+        return JSONResponse({"server_load": sum(self.router.load(worker.id) for worker in decodes)})
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": tandem.__version__})
