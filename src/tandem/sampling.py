@@ -26,6 +26,7 @@ class SamplingParams(Struct, frozen=True):
     top_logprobs: int = 0  # ... and this many of the best alternatives
     prompt_logprobs_from: int | None = None  # report the logprobs of the prompt tokens behind this one ...
     prompt_top_logprobs: int = 0  # ... and this many of the best alternatives to each
+    logprob_ids: tuple[int, ...] = ()  # reported beside each, whatever their scores
     grammar: str = ""  # that the output has to follow, as `grammar.py` writes it; none: it is free
 
 
@@ -40,7 +41,10 @@ class SamplingDefaults(Struct, frozen=True):
 
 
 class TokenScore(Struct, frozen=True, array_like=True):
-    """The `extra` of one sampled token, msgpack: log-softmax of the raw logits in fp32 (before temperature)."""
+    """The `extra` of one sampled token, msgpack: log-softmax of the raw logits in fp32 (before temperature).
+
+    top_ids: the best alternatives, in order, and behind them those that were asked for by their ids.
+    """
 
     logprob: float
     top_ids: tuple[int, ...] = ()

@@ -30,6 +30,7 @@ POLICY_FLAGS = {
     "park": ("--optimistic-prefill-policy", "park"),
 }
 FLAGS = ("--deterministic", "--enable-fault-injection", "--chunked-prefill-size", str(CHUNK))
+SCORES = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5, 9]}
 CODES = {code.value for code in RULES}
 NUM_PROMPTS = 24
 NUM_SAMPLES, PAGE_SIZE = 6, 16
@@ -71,7 +72,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
 def ask_all(server: Server, prompts: Sequence[str], rids: Sequence[str]) -> Answers:
     def ask(prompt: str, rid: str) -> dict[str, Any] | HttpError:
         try:
-            return server.generate(prompt, max_new_tokens=12, rid=rid, return_logprob=True, top_logprobs_num=2)
+            return server.generate(prompt, max_new_tokens=12, rid=rid, **SCORES)
         except HttpError as error:
             return error
 
@@ -116,7 +117,7 @@ def assert_same(answers: Answers, alone: Answers) -> None:
             assert ours.error["code"] in CODES
             continue
         assert ours["output_ids"] == theirs["output_ids"]
-        for scores in ("output_token_logprobs", "output_top_logprobs"):
+        for scores in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
             assert ours["meta_info"][scores] == theirs["meta_info"][scores]
 
 

@@ -95,7 +95,10 @@ def test_sglangs_clients_get_each_of_them_once(servers: dict[str, Server], front
     prompt = PROMPTS[-1]
     assert len(prompt) > 40
     servers[front].generate(prompt, max_new_tokens=2)  # it is cached
-    meta = servers[front].generate(prompt, max_new_tokens=2, return_logprob=True, logprob_start_len=start)["meta_info"]
+    asked = {"return_logprob": True, "logprob_start_len": start, "token_ids_logprob": prompt[start + 1 : start + 3]}
+    meta = servers[front].generate(prompt, max_new_tokens=2, **asked)["meta_info"]
+    by_id = meta["input_token_ids_logprobs"]
+    assert (by_id[0], by_id[1][0], by_id[2][1]) == (None, *meta["input_token_logprobs"][1:3])
     told = meta["input_token_logprobs"]
     assert [token for _, token, _ in told] == prompt[start:]
     assert told[0][0] is None

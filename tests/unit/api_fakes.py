@@ -202,7 +202,8 @@ def prompt_scores(payload: Payload) -> tuple[bytes, ...]:
 
 def score(token: int, payload: Payload, most: int | None = None) -> bytes:
     best = tuple(range(token, token + (payload.sampling.top_logprobs if most is None else most)))
-    return msgspec.msgpack.encode(TokenScore(-0.5, best, tuple(-0.5 - i for i in range(len(best)))))
+    told = (*best, *payload.sampling.logprob_ids)
+    return msgspec.msgpack.encode(TokenScore(-0.5, told, tuple(-0.5 - i for i in range(len(told)))))
 
 
 @dataclass

@@ -41,6 +41,42 @@ def test_a_stream_is_cumulative_and_its_last_event_equals_the_whole_answer() -> 
     assert whole["meta_info"]["output_token_logprobs"][0] == [-0.5, ids("s")[0], "s"]
 
 
+@pytest.mark.parametrize("top", [None, 1])
+def test_tokens_are_told_of_that_are_asked_for_by_their_ids(top: int | None) -> None:
+    body = {"text": "xyz", "return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": [7, 5]}
+    body |= {"top_logprobs_num": top, "return_text_in_logprobs": True}
+    with (w := world(says("ok"))).http() as http:
+        whole = http.post("/generate", json=body).json()
+        *_, last = sse(http.post("/generate", json=body | {"stream": True}).text)
+        scores = {"return_logprob": True, "token_ids_logprob": [[7], []]}
+        lists = http.post("/generate", json={"text": ["x", "y"], **scores}).json()
+        alone = http.post("/generate", json={"text": "x", "token_ids_logprob": [7]}).json()
+        plain = http.post("/generate", json={"text": "x", "return_logprob": True}).json()
+    for meta in (whole["meta_info"], last["meta_info"]):
+        told = [[-0.5 - (top or 0), 7], [-1.5 - (top or 0), 5]]
+        for name, count in (("output", 3), ("input", 2)):
+            found = meta[f"{name}_token_ids_logprobs"]
+            assert [each and [entry[:2] for entry in each] for each in found[-count:]] == [told] * count
+            assert top is None or [len(each) for each in meta[f"{name}_top_logprobs"][-count:]] == [top] * count
+        assert meta["input_token_ids_logprobs"][0] is None
+        assert [entry[2] for entry in meta["output_token_ids_logprobs"][0]] == [
+            entry[2] for entry in meta["input_token_ids_logprobs"][1]
+        ]
+    assert [len(each["meta_info"]["output_token_ids_logprobs"][0]) for each in lists] == [1, 0]
+    assert "output_token_logprobs" not in alone["meta_info"]
+    assert "output_token_ids_logprobs" not in plain["meta_info"]
+    assert [submit.payload.sampling.logprob_ids for submit in w.node.submits[:2]] == [(7, 5)] * 2
+
+
+@pytest.mark.parametrize("given", [[1 << 30], [-1], [7, [7]], [7] * 129, [[7], [7]], [[7] * 129], "7"], ids=str)
+def test_ids_that_cannot_be_told_of_are_refused(given: object) -> None:
+    with (w := world(says("ok"))).http() as http:
+        body = {"text": "x", "return_logprob": True, "token_ids_logprob": given}
+        response = http.post("/generate", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "token_ids_logprob")
+    assert w.node.submits == []
+
+
 def test_lists_are_answered_by_lists_and_streams_carry_the_index() -> None:
     def script(request, payload) -> Script:
         return Script([*ids(f"to {request.prompt_len}"), END])

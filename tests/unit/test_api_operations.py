@@ -494,6 +494,8 @@ def status_with(http: TestClient, name: str, value: float) -> int:
     if name in ("prompt", "input_ids", "tokens"):
         path = {"prompt": "/v1/completions", "input_ids": "/generate", "tokens": "/detokenize"}[name]
         return http.post(path, json={name: [value]}).status_code
+    if name == "token_ids_logprob":
+        return http.post("/generate", json={"text": "x", name: [value]}).status_code
     if name == "top_logprobs_num":
         return http.post("/generate", json={"text": "x", "return_logprob": True, name: value}).status_code
     if name == "logprobs":

@@ -225,6 +225,17 @@ def test_both_halves_mean_the_same_request_only_if_they_want_the_same_of_its_pro
     assert len(digests) == 2
 
 
+def test_halves_that_tell_of_other_tokens_mean_the_same_request() -> None:
+    digests = set()
+    for fields in ({}, {"top_logprobs_num": 3}, {"token_ids_logprob": [5]}):
+        w = world(says("ok"), digest_secret=b"s" * 32)
+        with w.http() as http:
+            body = {"text": "abc", "sampling_params": {"sampling_seed": 1}, "return_logprob": True}
+            asked(http, "/generate", body | fields)
+        digests.add(submitted(w)[0].prompt_digest)
+    assert len(digests) == 1
+
+
 # --- bounds ----------------------------------------------------------------------------------------------------------
 
 

@@ -293,6 +293,14 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert result.scores[0].top_logprobs == pytest.approx(best.values[:4].tolist())
 
 
+def test_tokens_that_are_asked_for_by_their_ids_are_told_behind_the_best() -> None:
+    params = SamplingParams(temperature=0.0, logprobs=True, top_logprobs=2, logprob_ids=(9, 3, 9))
+    expected = logits_of()[0].log_softmax(0)
+    score = sample(logits_of(), [Draw(params, 0)], eos_ids=[]).scores[0]
+    assert score.top_ids == (*expected.topk(2).indices.tolist(), 9, 3, 9)
+    assert score.top_logprobs == pytest.approx(expected[list(score.top_ids)].tolist())
+
+
 def test_only_rows_that_ask_for_logprobs_get_them() -> None:
     draws = [Draw(SamplingParams(temperature=t, logprobs=ask), 0) for t, ask in ((0, False), (0, True), (1, False))]
 

@@ -55,4 +55,4 @@ def _slices(positions: range) -> Iterator[range]:
 def _scores(logits: Tensor, positions: range, of: EngineSequence) -> Iterator[TokenScore]:
     """logits: [len(positions), vocab] fp32. Of the token behind each position."""
     for row, position in zip(logits.cpu(), positions, strict=True):
-        yield score_of(row, of.tokens[position + 1], of.params.prompt_top_logprobs)
+        yield score_of(row, of.tokens[position + 1], of.params.prompt_top_logprobs, of.params.logprob_ids)

@@ -172,7 +172,7 @@ def _sample_rows(
     if drawn:
         tokens[drawn] = _draw_rows([adjusted[row] for row in drawn], [draws[row] for row in drawn])
     return {
-        row: score_of(raw[row].cpu(), int(tokens[row]), draws[row].params.top_logprobs)
+        row: score_of(raw[row].cpu(), int(tokens[row]), draws[row].params.top_logprobs, draws[row].params.logprob_ids)
         for row in rows
         if draws[row].params.logprobs
     }
@@ -234,12 +234,13 @@ def _penalize(logits: Tensor, params: SamplingParams, history: History) -> Tenso
     return logits
 
 
-def score_of(raw: Tensor, token: int, top: int) -> TokenScore:
+def score_of(raw: Tensor, token: int, top: int, ids: Sequence[int]) -> TokenScore:
     """What is said of one token. raw: [vocab] fp32 on the host, the scores of all that may stand in its place."""
     logprobs = raw.log_softmax(dim=0).numpy()
     best = best_ids(logprobs, min(top, len(logprobs))) if top > 0 else np.empty(0, dtype=np.int64)
+    told = [*best.tolist(), *ids]
     return TokenScore(
         logprob=float(logprobs[token]),
-        top_ids=tuple(best.tolist()),
-        top_logprobs=tuple(logprobs[best].tolist()),
+        top_ids=tuple(told),
+        top_logprobs=tuple(logprobs[told].tolist()),
     )

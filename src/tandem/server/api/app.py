@@ -246,6 +246,7 @@ class Endpoints:
                 is_list=not is_single or len(asks) > 1,
                 shows_text=bool(body.return_text_in_logprobs),
                 shows_tops=bool(body.top_logprobs_num),
+                shows_asked=bool(body.token_ids_logprob),
                 shows_input=self._limits.role != "prefill",
             )
 

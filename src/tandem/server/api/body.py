@@ -24,6 +24,7 @@ from tandem.server.api.bounds import (
     GrammarText,
     Int,
     LogitBias,
+    LogprobIds,
     MinP,
     MinTokens,
     NewTokens,
@@ -214,7 +215,7 @@ class NativeBody(Foreign, kw_only=True):
     logprob_start_len: Int | list[Int] | None = None
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
     return_text_in_logprobs: bool | None = None
-    token_ids_logprob: Raw = NOTHING
+    token_ids_logprob: Annotated[list[TokenId | LogprobIds], Meta(max_length=MAX_PROMPTS)] | None = None
     input_embeds: Raw = NOTHING
     image_data: Raw = NOTHING
     video_data: Raw = NOTHING

@@ -31,6 +31,7 @@ MAX_PROMPT_SCORES = 1 << 20  # prompt tokens with log-probabilities, and alterna
 SCORE_BYTES, ALTERNATIVE_BYTES = 16, 14  # of one of them at most, on the way from prefill to decode
 MAX_MESSAGES = 1 << 14
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -68,6 +69,7 @@ TopN = Annotated[int, Meta(ge=1, le=MAX_INT)]  # of documents; there may be fewe
 Rank = Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # int32 on its way to the worker
+LogprobIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)]
 
 Seconds = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_SECONDS)]
 Temperature = Annotated[float, Meta(ge=0, le=100)]

@@ -14,7 +14,7 @@ import msgspec
 from tandem.core.values import SECOND
 from tandem.sampling import TokenScore
 from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt
-from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_PROMPTS
+from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_LOGPROB_IDS, MAX_PROMPTS
 from tandem.server.api.errors import invalid
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
@@ -25,6 +25,7 @@ from tandem.server.api.validation import (
     GenerationParams,
     Names,
     Prompt,
+    check_ids,
     check_params,
     check_prompts,
     read_text,
@@ -33,6 +34,7 @@ from tandem.server.api.validation import (
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 
 encode = msgspec.json.Encoder().encode
+Told = tuple[float, int, str | None]  # of an alternative: its logprob, its id and its text
 
 
 # in
@@ -53,6 +55,7 @@ async def read_native(
         per_prompt(body.return_logprob, count, "return_logprob"),
         per_prompt(body.top_logprobs_num, count, "top_logprobs_num"),
         per_prompt(body.logprob_start_len, count, "logprob_start_len"),
+        ids_per_prompt(body.token_ids_logprob or [], count),
         prompts,
         strict=True,
     )
@@ -62,7 +65,7 @@ async def read_native(
         if (key := id(column[0])) not in grammars:
             sampling = column[0] or NativeSampling()
             grammars[key] = await read_grammar(sampling, tokenizer, "sampling_params.", size=size)
-        params.append(native_params(*column, limits, grammars[key]))
+        params.append(native_params(*column, limits=limits, grammar=grammars[key]))
     return prompts, params
 
 
@@ -82,6 +85,14 @@ def prompt_items(body: NativeBody) -> list[str] | list[list[int]]:
     return rows
 
 
+def ids_per_prompt(value: Sequence[int | list[int]], count: int) -> list[list[int]]:
+    """One list for all, or a list for each."""
+    ids = [each for each in value if isinstance(each, int)]
+    if len(ids) > MAX_LOGPROB_IDS or 0 < len(ids) < len(value):
+        raise invalid("token_ids_logprob", f"must hold up to {MAX_LOGPROB_IDS} ids, or a list of them for each prompt")
+    return [ids] * count if ids or not value else per_prompt(value, count, "token_ids_logprob")
+
+
 def check_count(count: int, param: str) -> None:
     if not 0 < count <= MAX_PROMPTS:
         raise invalid(param, f"must hold 1 to {MAX_PROMPTS} prompts")
@@ -92,11 +103,14 @@ def native_params(
     returns_logprob: bool | None,
     top_logprobs: int | None,
     logprob_start: int | None,
+    logprob_ids: list[int],
     prompt: Prompt,
+    *,
     limits: ModelLimits,
     grammar: str,
 ) -> GenerationParams:
     sampling = sampling or NativeSampling()
+    check_ids(logprob_ids, limits, "token_ids_logprob")
     starts_inside = logprob_start is not None and 0 <= logprob_start < len(prompt.tokens)
     return check_params(
         sampling,
@@ -107,6 +121,7 @@ def native_params(
         seed=sampling.sampling_seed,
         top_logprobs=(top_logprobs or 0) if returns_logprob else None,
         prompt_logprobs_from=logprob_start if returns_logprob and starts_inside else None,
+        logprob_ids=logprob_ids if returns_logprob else (),
         keeps_stop=bool(sampling.no_stop_trim),
         grammar=grammar,
     )
@@ -123,13 +138,21 @@ class Written:
     ids: bytearray
     logprobs: bytearray
     tops: bytearray
+    asked: bytearray
 
 
 class GenerateReply(Reply):
     """`is_list`: the client sent lists, or wants several samples, and gets a list."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, is_list: bool, shows_text: bool, shows_tops: bool, shows_input: bool
+        self,
+        tokenizer: Tokenizer,
+        *,
+        is_list: bool,
+        shows_text: bool,
+        shows_tops: bool,
+        shows_asked: bool,
+        shows_input: bool,
     ) -> None:
         """shows_input: it tells of prompt tokens. Of a pair decode does: gateways put the lists of both together."""
         self.shows_prompts = False
@@ -139,6 +162,7 @@ class GenerateReply(Reply):
         self._is_list = is_list
         self._shows_text = shows_text  # of tokens in logprobs
         self._shows_tops = shows_tops
+        self._shows_asked = shows_asked  # tokens that were asked for by their ids
         self._written: dict[int, Written] = {}
 
     def begin(self, sample: Sample) -> bytes:
@@ -154,7 +178,7 @@ class GenerateReply(Reply):
         written = self._written.get(sample.ask.index)
         shows_prompt = written is None or is_last or sample.ask.sampling.prompt_logprobs_from is None
         if written is None:
-            written = Written(bytearray(b'"'), bytearray(b"["), bytearray(b"["), bytearray(b"["))
+            written = Written(bytearray(b'"'), *(bytearray(b"[") for _ in range(4)))
             self._written[sample.ask.index] = written
         written.text += encode(text)[1:-1]
         extend(written.ids, encode(sample.tokens[start:]))
@@ -168,6 +192,9 @@ class GenerateReply(Reply):
             if self._shows_tops:
                 extend(written.tops, encode(self._tops(sample, start)))
                 meta = meta[:-1] + b',"output_top_logprobs":' + written.tops + b"]}"
+            if self._shows_asked:
+                extend(written.asked, encode([self._asked(sample, score) for score in sample.scores[start:]]))
+                meta = meta[:-1] + b',"output_token_ids_logprobs":' + written.asked + b"]}"
         tail = b',"index":%d}\n\n' % sample.ask.index if self._is_list else b"}\n\n"
         return bytes(event + meta + tail)
 
@@ -188,6 +215,8 @@ class GenerateReply(Reply):
             meta["output_token_logprobs"] = self._scores(sample, 0)
             if self._shows_tops:
                 meta["output_top_logprobs"] = self._tops(sample, 0)
+            if self._shows_asked:
+                meta["output_token_ids_logprobs"] = [self._asked(sample, score) for score in sample.scores]
         return {"text": "".join(sample.parts), "output_ids": sample.tokens, "meta_info": meta}
 
     def _meta(self, sample: Sample) -> dict[str, object]:
@@ -233,7 +262,9 @@ class GenerateReply(Reply):
             ]
         }
         if self._shows_tops:
-            found["input_top_logprobs"] = [self._alternatives(score) for score in scores]
+            found["input_top_logprobs"] = [self._alternatives(sample, score) for score in scores]
+        if self._shows_asked:
+            found["input_token_ids_logprobs"] = [self._asked(sample, score) for score in scores]
         return found
 
     def _scores(self, sample: Sample, start: int) -> list[tuple[float | None, int, str | None]]:
@@ -242,12 +273,16 @@ class GenerateReply(Reply):
             for token, score in zip(sample.tokens[start:], sample.scores[start:], strict=True)
         ]
 
-    def _tops(self, sample: Sample, start: int) -> list[list[tuple[float, int, str | None]] | None]:
-        return [self._alternatives(score) for score in sample.scores[start:]]
+    def _tops(self, sample: Sample, start: int) -> list[list[Told] | None]:
+        return [self._alternatives(sample, score) for score in sample.scores[start:]]
 
-    def _alternatives(self, score: TokenScore | None) -> list[tuple[float, int, str | None]] | None:
-        if score is None:
-            return None
+    def _alternatives(self, sample: Sample, score: TokenScore | None) -> list[Told] | None:
+        return None if score is None else self._told(score)[: len(score.top_ids) - len(sample.ask.sampling.logprob_ids)]
+
+    def _asked(self, sample: Sample, score: TokenScore | None) -> list[Told] | None:
+        return None if score is None else self._told(score)[len(score.top_ids) - len(sample.ask.sampling.logprob_ids) :]
+
+    def _told(self, score: TokenScore) -> list[Told]:
         return [(logprob, id, self._text(id)) for id, logprob in zip(score.top_ids, score.top_logprobs, strict=True)]
 
     def _text(self, token: int) -> str | None:

@@ -28,7 +28,7 @@ from tandem.server.api.body import (
     StructuredOutputs,
     TokenizeBody,
 )
-from tandem.server.api.bounds import MAX_PORT, MAX_PROMPTS, MAX_RID_CHARS, MAX_ROOM, MAX_TOOLS
+from tandem.server.api.bounds import MAX_LOGPROB_IDS, MAX_PORT, MAX_PROMPTS, MAX_RID_CHARS, MAX_ROOM, MAX_TOOLS
 from tandem.server.api.chat_form import AUTO, MAX_NAME_CHARS, NONE, REQUIRED
 from tandem.server.api.chat_form import NAME as NAME_PATTERN
 from tandem.server.api.errors import Code, Problem
@@ -261,6 +261,17 @@ NARROWER: dict[str, Schema] = {
         }
     },
     "/v1/completions": {"properties": {"response_format": RESPONSE_FORMAT}},
+    "/generate": {
+        "properties": {
+            "token_ids_logprob": {
+                "anyOf": [
+                    NULL,
+                    IDS | {"maxItems": MAX_LOGPROB_IDS},
+                    {"type": "array", "items": IDS | {"maxItems": MAX_LOGPROB_IDS}},
+                ]
+            }
+        }
+    },
     "/v1/messages": {
         "required": ["max_tokens"],
         "properties": MESSAGES | {"max_tokens": {"type": "integer"}},
@@ -413,7 +424,7 @@ KEEPS_NONE = rule(
 RESPONSES, COUNT_INPUT = "/v1/responses", "/v1/responses/input_tokens"
 WITHIN_BODIES = (StreamOptions, StructuredOutputs, NativeSampling, ReasoningConfig, ResponseStreamOptions)
 OF_PAIR = ("bootstrap_host", "bootstrap_port", "bootstrap_room")  # a router's to say, whatever a client says
-TOKENS = ("prompt", "input_ids", "tokens", "stop_token_ids")  # fields of ids
+TOKENS = ("prompt", "input_ids", "tokens", "stop_token_ids", "token_ids_logprob")  # fields of ids
 SAFE_ID: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}
 READS = {
     "/": "What this is.",

@@ -507,13 +507,14 @@ class TokenResponse:
             self._failure = self._failure or failure
 
     def _num_scores(self, sample: Sample, tokens: Sequence[int]) -> int:
-        return len(tokens) * (1 + sample.ask.sampling.top_logprobs)
+        sampling = sample.ask.sampling
+        return len(tokens) * (1 + sampling.top_logprobs + len(sampling.logprob_ids))
 
     def _prompt_size(self, sample: Sample) -> int:
         """Of what its answer shows of its prompt."""
         sampling, num_tokens = sample.ask.sampling, len(sample.ask.prompt.tokens)
         if sampling.prompt_logprobs_from is not None:
-            return num_tokens * (1 + sampling.prompt_top_logprobs)
+            return num_tokens * (1 + sampling.prompt_top_logprobs + len(sampling.logprob_ids))
         return num_tokens if self._reply.shows_prompts else 0
 
     def _size(self, sample: Sample) -> int:

@@ -127,6 +127,7 @@ def check_params(
     grammar: str,
     prompt_logprobs_from: int | None,
     prompt_top_logprobs: int | None = None,  # None: as many as of the answer
+    logprob_ids: Sequence[int] = (),
 ) -> GenerationParams:
     """Check what does not depend on the prompt and no type can say; raises `Refusal` for the first thing wrong."""
     prefix, defaults = names.prefix, limits.defaults
@@ -154,6 +155,7 @@ def check_params(
         prompt_top_logprobs=0
         if prompt_logprobs_from is None
         else given_or(prompt_top_logprobs, given_or(top_logprobs, 0)),
+        logprob_ids=tuple(logprob_ids),
         grammar=grammar,
     )
     if limits.block_tokens > 1:
@@ -329,7 +331,8 @@ def check_samples(prompts: Sequence[Prompt], all_params: Sequence[GenerationPara
 def num_scores(prompt: Prompt, params: GenerationParams) -> int:
     """Prompt tokens of which something is told, and alternatives."""
     first = params.sampling.prompt_logprobs_from
-    return 0 if first is None else (len(prompt.tokens) - first) * (1 + params.sampling.prompt_top_logprobs)
+    each = 1 + params.sampling.prompt_top_logprobs + len(params.sampling.logprob_ids)
+    return 0 if first is None else (len(prompt.tokens) - first) * each
 
 
 def check_scores(prompt: Prompt, params: GenerationParams) -> None:
@@ -560,8 +563,8 @@ def derived_room(room: Room, index: int, *, purpose: bytes = b"sample") -> Room:
 def sampling_bytes(sampling: SamplingParams) -> bytes:
     """Equal where the first token is. What is told of a token beside it may differ between the halves."""
     bias = dict(sorted(sampling.logit_bias.items()))
-    said = msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0, prompt_top_logprobs=0, logit_bias=bias)
-    return msgspec.msgpack.encode(said)
+    told: dict[str, Any] = {"logprobs": False, "top_logprobs": 0, "prompt_top_logprobs": 0, "logprob_ids": ()}
+    return msgspec.msgpack.encode(msgspec.structs.replace(sampling, logit_bias=bias, **told))
 
 
 def digest_of(tokens: Sequence[int], sampling: SamplingParams, limits: ModelLimits) -> bytes:
