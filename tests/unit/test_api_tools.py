@@ -248,6 +248,20 @@ def test_arguments_that_are_no_object_are_not_lost(text: str, arguments: dict) -
     assert arguments_of(text) == arguments
 
 
+@pytest.mark.parametrize(("role", "said"), [("system", "Be brief."), ("developer", "Be brief."), ("user", "")])
+def test_a_template_that_reads_functions_of_the_system_message_is_told_there(role: str, said: str) -> None:
+    """Phi-4-mini's."""
+    template = "{% for m in messages %}{% set message = m %}[{{ m.role }}]{{ m.content }}"
+    template += "{% if 'tools' in message %}<|tool|>{{ message['tools'] }}<|/tool|>{% endif %}{% endfor %}"
+    w = tool_world(WRITTEN["phi4_mini"], template)
+    choice = asked(w, messages=[{"role": role, "content": said}, *USER] if said else USER)
+    asked(w, messages=USER, tools=None)
+    shown, plain = (tokenizer(template).decode(prompt_of(submit)) for submit in w.node.submits)
+    functions = json.dumps([ADD["function"], SUB["function"]])
+    assert (shown, plain) == (f"[system]{said}<|tool|>{functions}<|/tool|>[user]hi", "[user]hi")
+    assert calls_of(choice) == [("add", '{"a": 1}')]
+
+
 def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
     template += "{{ m['role'] }}:{{ m['content'] }}{% endfor %}{% if tools %}{% endif %}"

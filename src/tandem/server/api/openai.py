@@ -5,6 +5,7 @@ Chunks of a stream are put together from bytes that are encoded once per request
 """
 
 import codecs
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any  # messages and template variables are whatever the template takes
 
@@ -198,6 +199,8 @@ def chat_text(
             raise invalid("chat_template_kwargs", f"must not set {reserved}")
     if tools:
         variables["tools"] = list(tools)
+        if tokenizer.reads_functions_of_messages:
+            messages = with_functions(messages, [tool["function"] for tool in tools])
     if not body.continue_final_message:
         adds_prompt = body.add_generation_prompt is not False
         return tokenizer.render_chat(
@@ -210,6 +213,14 @@ def chat_text(
         messages[:-1], add_generation_prompt=True, variables=variables, rendered_at=rendered_at
     )
     return before._replace(text=before.text + last["content"])
+
+
+def with_functions(messages: list[dict[str, Any]], functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the system message, which there is then, as text; one that has some keeps them."""
+    first, rest = messages[0], messages[1:]
+    if first["role"] not in ("system", "developer"):
+        first, rest = {"role": "system", "content": ""}, messages
+    return [{"tools": json.dumps(functions, ensure_ascii=False), **first}, *rest]
 
 
 def has_more_than_text(message: Mapping[str, Any]) -> bool:

@@ -225,6 +225,11 @@ class Tokenizer:
     def _knows_developers(self) -> bool:
         return any("developer" in source for source in self.templates.values())
 
+    @cached_property
+    def reads_functions_of_messages(self) -> bool:
+        """And not from the variable `tools`, as all others do: Phi-4-mini's template."""
+        return any("message['tools']" in source for source in self.templates.values())
+
     def _mark_special(self, names: Iterable[str]) -> None:
         """Those that tokenizer.json has, but not as special ones: it is the configuration that says what they are."""
         added = self._tokenizer.get_added_tokens_decoder()
