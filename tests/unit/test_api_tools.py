@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from random import Random
 from typing import Any  # bodies
 
 import pytest
@@ -9,6 +10,8 @@ from api_fakes import World, ids, load_tokenizer, prompt_of, says, sse, world
 
 from tandem.server.api.chat_form import arguments_of
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Text, begun
+from tandem.server.api.tool_parsers.table import FORMATS
 
 TEMPLATE = (
     "{% if tools %}<s>tools <tool_call>:{{ tools | tojson }}</s>{% endif %}"
@@ -466,6 +469,51 @@ def test_arguments_one_by_one_keep_to_their_schema(parser: str, is_strict: bool)
             ((_, said),) = calls_of(asked(tool_world(text, tool_call_parser=parser), tools=[tool]))
             meant = {"red": ("colour", "red"), "null": ("colour", None)}
             assert json.loads(said) == dict(meant.get(part) or (part, value[part]) for part in parts)
+
+
+CLOSER = "</parameter>"  # which nobody says by chance
+
+
+def walked(w: World, random: Random, most: int = 300) -> str:
+    """Something that its grammar allows, marks and closing ones above all; empty where it does not end in time."""
+    its, said = tokenizer(), list[int]()
+    matcher = its.open_vocabulary().matcher(grammar_of(w), eos_ids=[END])
+    while not matcher.is_finished and len(said) < most:
+        mask = matcher.allowed()
+        allowed = [token for token in range(its.vocab_size) if mask[token >> 3] >> (token & 7) & 1]
+        likely = [token for token in allowed if token == END or its.decode([token]) in "<>/\"\\\n{}[](),=: parmet10'"]
+        if size := begun(its.decode(said), CLOSER):
+            likely = [token for token in ids(CLOSER[size]) if token in allowed]
+        token = random.choice(likely if likely and random.random() < 0.95 else allowed)
+        if token == END:
+            break
+        matcher.accept(token)
+        said.append(token)
+    return its.decode(said) if len(said) < most else ""
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "pythonic", "olmo3", "phi4_mini"])
+def test_whatever_is_forced_is_read_as_calls_that_fit(parser: str) -> None:
+    tool = {"type": "function", "function": {"name": "paint", "parameters": PAINT}}
+    fits = {
+        "text": lambda value: isinstance(value, str),
+        "size": lambda value: type(value) is int,
+        "colour": lambda value: value in ("red", "green", None),
+        "points": lambda value: isinstance(value, list) and all(type(each) in (int, float) for each in value),
+    }
+    asked(w := tool_world("x", tool_call_parser=parser), tools=[tool, SUB], tool_choice="required")
+    texts = [text for seed in range(25) if (text := walked(w, Random(seed)))]
+    assert len(texts) > 9
+    for text in texts:
+        read = FORMATS[parser].parser({"paint": PAINT, "sub": {}})
+        pieces = [*read.feed(text), *read.finish()]
+        assert not any(isinstance(piece, Text) for piece in pieces), text
+        names = [piece.name for piece in pieces if isinstance(piece, CallStart)]
+        assert names, text
+        for index, name in enumerate(names):
+            parts = [piece.text for piece in pieces if isinstance(piece, CallArguments) and piece.index == index]
+            arguments = json.loads("".join(parts))
+            assert name == "sub" or ("text" in arguments and all(fits[key](arguments[key]) for key in arguments)), text
 
 
 @pytest.mark.parametrize(("parser", "text"), [("qwen3_coder", "<parameter=z>\n5\n</parameter>\n"), ("pythonic", "z=5")])
