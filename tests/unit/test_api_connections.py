@@ -19,6 +19,7 @@ from tandem.server.api import connections
 from tandem.server.api.accept import BoundedServer
 from tandem.server.api.connections import (
     ENDING,
+    SPARE_FDS,
     ConnectionBounds,
     api_bounds,
     raise_fd_limit,
@@ -641,6 +642,14 @@ def test_the_number_of_connections_fits_the_file_descriptors(monkeypatch: pytest
         assert bounds.max_connections == most
         assert bounds.max_requests is not None
         assert 0 < bounds.max_requests < most  # probes have a way in when it is full
+
+
+def test_who_is_refused_may_read_why_wherever_there_are_file_descriptors_to_spare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for soft, most in ((64, 256), (4096, 256), (6000, 6000 - SPARE_FDS - 4096), (1 << 20, 4096), (-1, 4096)):
+        monkeypatch.setattr(connections.resource, "getrlimit", lambda what, soft=soft: (soft, soft))
+        assert api_bounds(max_requests=1 << 20).max_lingering == most
 
 
 def test_as_many_files_may_be_open_as_the_system_lets_us() -> None:

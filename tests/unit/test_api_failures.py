@@ -205,6 +205,24 @@ def test_prefill_sends_its_head_before_any_news_of_the_node(stream: bool) -> Non
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("path", commands.Path)
+def test_the_head_names_the_path_that_says_most_about_trouble(path: commands.Path) -> None:
+    async def story() -> None:
+        w = world(silent(), disaggregation_mode="decode")
+        call = Call(w, {"prompt": "x", "stream": True, "n": 2})
+        await until(lambda: w.client.num_live == 2)
+        first, second = (submit.request.id for submit in w.node.submits)
+        for request, way in ((first, path), (second, commands.Path.UNIFIED)):
+            w.client.receive(commands.StartRequest(request, way, 0, commands.StageTimings()))
+        w.client.receive(commands.EmitTokens((first, second), 2 * ids("a")[0].to_bytes(4, "little")))
+        await until(lambda: call.messages)
+        assert dict(call.messages[0]["headers"])[b"x-tandem-path"] == path.encode()
+        call.leave()
+        await call.task
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_prefill_that_is_not_needed_ends_with_200_and_no_tokens(stream: bool) -> None:
     w = world(lambda request, payload: Script(), disaggregation_mode="prefill")

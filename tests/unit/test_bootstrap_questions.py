@@ -166,6 +166,15 @@ def test_before_that_the_newcomer_is_refused_and_who_has_answered_before_is_aske
     assert told[1:] == [DpRankAnswered(ELSEWHERE, Room(7), None)]
 
 
+def test_who_has_answered_about_rooms_is_asked_although_silent_others_take_all_lanes() -> None:
+    it = questions(max_unknown=1, patience_ns=Nanos(SECOND))
+    it.ask_rank(HERE, Room(7))
+    it.tick(NOW)
+    it.told(1, {Room(7): 1}, FOUND.prefill, NOW)
+    it.learn(THERE, None, NOW)
+    assert it.learn(HERE, None, NOW) == [FetchReplica(3, HERE, None)]
+
+
 def test_an_address_that_fails_to_answer_has_no_lane_of_its_own_any_more() -> None:
     lanes = Lanes(max_unknown=1, patience_ns=Nanos(SECOND))
     lanes.enter(1, HERE, NOW)

@@ -64,6 +64,18 @@ def test_write_back_copies_what_is_about_to_leave_and_nothing_is_lost() -> None:
     assert finished(node, again).cached_tokens == FULL * 16
 
 
+def test_write_back_copies_nothing_while_pages_are_free_or_have_copies() -> None:
+    world, node = one_node(**settings(WritePolicy.WRITE_BACK))
+    run(world, node, seed=1)
+    run(world, node, seed=2, prompt_len=170)
+    assert node.said(StorePages) == []
+    run(world, node, seed=9, prompt_len=330)
+    run(world, node, seed=1)
+    num_stored = len(node.said(StorePages))
+    run(world, node, seed=3, prompt_len=60)
+    assert len(node.said(StorePages)) == num_stored
+
+
 def test_who_waits_for_room_that_a_copy_makes_says_so() -> None:
     world, node = one_node(**settings(WritePolicy.WRITE_BACK))
     run(world, node, seed=1)

@@ -37,7 +37,7 @@ from tandem.server.node import driver, process
 from tandem.server.node.dispatch import NoSiblings
 from tandem.server.node.driver import Inbox, drive
 from tandem.server.node.injection import FailedTransfers
-from tandem.server.node.local_peer import LocalPeerLost, SelectorPoller
+from tandem.server.node.local_peer import LocalPeer, LocalPeerLost, SelectorPoller
 from tandem.server.node.peers import Peers
 from tandem.server.processes import ServerFailure
 
@@ -353,6 +353,19 @@ def test_a_worker_that_says_why_it_ends_is_quoted() -> None:
     server.join()
     assert server.loss is not None
     assert (server.loss.who, server.loss.reason) == ("worker", "no memory; buy some")
+
+
+def test_a_worker_that_says_why_it_ends_is_heard_by_who_is_about_to_write_to_it() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        heard: list[msgspec.Struct] = []
+        peer = LocalPeer("worker", PolledChannel(near, wire.WorkerToNode), SelectorPoller(), heard.append)
+        BlockingChannel(far, wire.NodeToWorker).send(wire.Died("worker", "no memory; buy some"))
+        far.close()
+        peer.send(wire.Shutdown())
+        with pytest.raises(LocalPeerLost):
+            peer.flush()
+        assert heard == [wire.Died("worker", "no memory; buy some")]
 
 
 def test_a_worker_that_ends_without_a_word_is_noticed() -> None:

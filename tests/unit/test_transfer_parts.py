@@ -118,6 +118,26 @@ def test_a_link_on_which_nothing_moves_is_frozen() -> None:
             links.receive(near, 1, timeout_s=0.05)
 
 
+def test_a_link_on_which_something_moves_within_the_timeout_is_not_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call comes back eight times within it, and only the last one has seen a whole timeout pass."""
+    now, silences = 0.0, iter((7, 7, 8))
+
+    def glances(pieces: object) -> int:
+        nonlocal now, silence
+        now += 1.0
+        if silence:
+            silence -= 1
+            raise BlockingIOError
+        silence = next(silences)
+        return 1
+
+    monkeypatch.setattr(links.time, "monotonic", lambda: now)
+    silence = next(silences)
+    with pytest.raises(links.LinkFrozen):
+        links._move(glances, [bytes(9)], 8.0)
+    assert (now, list(silences)) == (24.0, [])
+
+
 def test_a_link_that_was_cut_or_closed_is_broken() -> None:
     near, far = socket.socketpair()
     with near:
