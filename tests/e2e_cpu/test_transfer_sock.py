@@ -16,6 +16,7 @@ from tandem.core.commands import PullPages
 from tandem.core.events import PageRead, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.values import Cause, Incarnation
 from tandem.transfer import link as links
+from tandem.transfer.port import Backend
 
 pytestmark = pytest.mark.usefixtures("no_transfer_thread_is_left")
 
@@ -277,12 +278,14 @@ def test_connections_are_reused() -> None:
         assert transfer_threads().count("kv-owner") <= 4
 
 
-def test_an_idle_connection_that_the_peer_closed_is_replaced() -> None:
-    with pair(max_links=1) as (owner, reader):
+@pytest.mark.parametrize("fabric", ["unix", "shm"])
+def test_an_idle_connection_that_the_peer_closed_is_replaced(fabric: str) -> None:
+    with pair(fabric, max_links=1, page_bytes=4096) as (owner, reader):
         digests = owner.publish(1, [0])
         reader.pull(1, [0], [0], digests)
         reader.wait_landed(1, 1)
-        other = Side(Incarnation("other decode", "2"))
+        backend = Backend.SHM if fabric == "shm" else Backend.SOCK
+        other = Side(Incarnation("other decode", "2"), page_bytes=4096, backend=backend)
         other.lender = owner
         introduce(other.transfer, PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
         try:
@@ -290,6 +293,7 @@ def test_an_idle_connection_that_the_peer_closed_is_replaced() -> None:
                 for side in (other, reader):
                     side.pull(request, [0], [0], digests, room=1)
                     side.wait_landed(request, 1)
+            eventually(lambda: transfer_threads().count("kv-owner") == 1, "one connection")
         finally:
             other.transfer.close()
 

@@ -89,6 +89,12 @@ def test_nobody_is_told_of_a_prefill_before_it_has_registered() -> None:
     assert (it.http.get("/health").status_code, it.http.get("/health").text) == (200, "OK")
 
 
+def test_an_error_carries_the_id_of_its_request() -> None:
+    for path in ("/route", "/nothing"):
+        answer = Bootstrap().http.get(path, headers={"x-request-id": "mine"})
+        assert answer.json()["error"]["request_id"] == "mine"
+
+
 def test_one_call_brings_all_shards_of_a_rank_and_each_rank_is_told_by_number() -> None:
     it = Bootstrap()
     it.put(replica(1, of=2))

@@ -9,9 +9,11 @@ from core_scenes import ASKED, LOADING, SCENES, TIER, leave_for_host
 from tandem.core.commands import FinishRequest, LoadPages, StorePages
 from tandem.core.events import FlushRequested, PagesCopied
 from tandem.core.kv.load_policy import BreakEven
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import WritePolicy
 from tandem.core.values import SECOND, ZERO_NS, Nanos, RequestId, ShardId
+from tandem.metrics.node_numbers import named
 
 FULL = 12  # full pages of the prompt of ASKED: 200 tokens
 LEFT = 9  # of them have left the device for those of another prompt
@@ -44,6 +46,28 @@ def test_a_page_is_copied_when_it_is_computed_and_comes_back_after_it_has_left()
     assert finished(node, again).cached_tokens == FULL * 16
     assert node.tokens[again] == expected_tokens(200, 4, seed=1)
     assert_nothing_is_held(node)
+
+
+def test_one_prompt_loads_into_no_more_than_half_of_the_device() -> None:
+    world, node = one_node()
+    run(world, node, seed=1, prompt_len=330)
+    run(world, node, seed=9, prompt_len=330)
+    again = run(world, node, seed=1, prompt_len=330, max_new_tokens=4)
+    assert [len(load.pages) for load in node.said(LoadPages)] == [TIER["num_pages"] // 2]
+    assert node.tokens[again] == expected_tokens(330, 4, seed=1)
+    assert_nothing_is_held(node)
+
+
+def test_the_numbers_say_how_full_host_memory_is() -> None:
+    world, node = one_node()
+    assert found(node, "hicache_host_used_tokens", "hicache_host_total_tokens") == (0, 64 * 16)
+    run(world, node, seed=1)
+    assert found(node, "hicache_host_used_tokens", "hicache_host_total_tokens") == (FULL * 16, 64 * 16)
+
+
+def found(node: Replica, *names: str) -> tuple[float, ...]:
+    exported = named(numbers(node.node))
+    return tuple(exported[name] for name in names)
 
 
 def test_selective_waits_for_a_second_use() -> None:

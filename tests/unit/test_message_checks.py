@@ -72,6 +72,7 @@ def test_a_ready_out_of_bounds_gives_its_room_up(fields: dict[str, Any]) -> None
     assert isinstance(told, Release)
     assert (told.room, told.source, told.outcome, told.cause) == (ROOM, DECODE, "aborted", Cause.PROTOCOL)
     assert told.attempt in (0, 1)
+    assert told.prompt_digest == (b"" if "prompt_digest" in fields else READY.prompt_digest)  # who has none is nobody
 
 
 @pytest.mark.parametrize(
