@@ -105,6 +105,16 @@ def test_round_robin_takes_turns_and_passes_over_a_rank_in_trouble() -> None:
     asyncio.run(story())
 
 
+def test_a_probe_of_generation_takes_nobodys_turn() -> None:
+    async def story() -> None:
+        ranks = Ranks(3)
+        assert await ranks_for(ranks, submit(1)) == [0]
+        with ranks.client.running([submit(2)], [("probe",)], is_canary=True):
+            assert await ranks_for(ranks, submit(3), submit(4)) == [1, 2]
+
+    asyncio.run(story())
+
+
 def test_a_request_goes_to_the_rank_with_the_fewest_requests_or_tokens() -> None:
     async def story() -> None:
         few = Ranks(2, LoadBalanceMethod.TOTAL_REQUESTS)

@@ -41,11 +41,15 @@ def test_names_of_models_are_read_as_far_as_they_are_names(raw: bytes, names: tu
 
 
 @contextmanager
-def healthy_server(status: int = 200, says: Callable[[], str] = str) -> Iterator[RegisteredWorker]:
-    """says: its role, as ours do; nothing by default, as servers of others."""
+def healthy_server(
+    status: int = 200, says: Callable[[], str] = str, asked: list[tuple[str, str | None]] | None = None
+) -> Iterator[RegisteredWorker]:
+    """says: its role, as ours do; nothing by default, as servers of others. asked: for what, and with which key."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if asked is not None:
+                asked.append((self.path, self.headers["authorization"]))
             self.send_response(status)
             if role := says():
                 self.send_header("x-tandem-role", role)
@@ -75,12 +79,12 @@ def taken(prober: Prober) -> list[WorkerProbed]:
     raise AssertionError("nothing was found")
 
 
-def probing(story: Callable[[Prober], None]) -> list[str]:
+def probing(story: Callable[[Prober], None], *, asks_models: bool = False, key: str = "") -> list[str]:
     """`story` holds up the loop from which the prober is used. Returns what that loop has heard by its next turn."""
     heard: list[str] = []
 
     async def main() -> None:
-        prober = Prober(make_client, timeout_s=PATIENCE_S)
+        prober = Prober(make_client, timeout_s=PATIENCE_S, asks_models=asks_models, key=key)
         loop = asyncio.get_running_loop()
         prober.start(lambda: loop.call_soon_threadsafe(heard.append, "come"))
         try:
@@ -123,6 +127,18 @@ def test_a_worker_that_says_another_role_than_the_router_was_told_gets_no_reques
         probing(story)
     named = [f"{worker.url} is no prefill server but says '{role}': it gets no requests" for role in roles]
     assert caplog.messages == [named[0], named[2], named[3], named[5]]
+
+
+def test_the_key_of_workers_is_shown_where_they_ask_for_it() -> None:
+    asked: list[tuple[str, str | None]] = []
+    with healthy_server(asked=asked) as worker:
+
+        def story(prober: Prober) -> None:
+            prober.probe(worker)
+            taken(prober)
+
+        probing(story, asks_models=True, key="user")
+    assert asked == [("/health", None), ("/v1/models", "Bearer user")]
 
 
 def test_who_cannot_be_reached_is_missed() -> None:
