@@ -322,6 +322,13 @@ def test_what_is_wrong_with_the_other_half_is_named_as_it_was_said(name: str, va
     assert error["message"].startswith(error["param"])
 
 
+@pytest.mark.parametrize("name", ["remote_room", "remote_host"])
+def test_who_does_not_say_where_prefill_has_answered_from_is_refused(name: str) -> None:
+    other = {"do_remote_prefill": True, "remote_host": "127.0.0.2", "remote_room": "8"}
+    error = refusal_of(decode(), {"kv_transfer_params": other | {name: None}})
+    assert error["param"] == "kv_transfer_params"
+
+
 def test_a_room_that_a_router_names_itself_comes_first() -> None:
     body = {"prompt": "x", **PAIR}
     (at_prefill,) = requests_of(prefill(), body | WANTED)
