@@ -522,7 +522,10 @@ def test_too_many_requests_at_once_are_refused() -> None:
             assert (response.status_code, error_of(response)["code"]) == (503, "queue_full")
 
 
-def test_a_request_that_was_aborted_by_name_is_not_tried_at_another_pair() -> None:
+@pytest.mark.parametrize(
+    "order", [{"rid": "mine"}, {"abort_all": True}, {"abort_all": True, "rid": "another"}], ids=str
+)
+def test_a_request_that_was_aborted_is_not_tried_at_another_pair(order: dict[str, Any]) -> None:
     with fleet(2, 2) as made:
         has_been_told = threading.Event()
         for decode in made.decodes:
@@ -531,7 +534,7 @@ def test_a_request_that_was_aborted_by_name_is_not_tried_at_another_pair() -> No
         asking = threading.Thread(target=lambda: answers.append(post(made, CHAT | {"rid": "mine"})))
         asking.start()
         eventually(lambda: any(decode.generations for decode in made.decodes))
-        CLIENT.post(made.url + "/abort_request", json={"rid": "mine"})
+        CLIENT.post(made.url + "/abort_request", json=order)
         has_been_told.set()
         asking.join()
         assert (answers[0].status_code, error_of(answers[0])["code"]) == (499, "aborted")
