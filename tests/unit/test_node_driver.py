@@ -347,6 +347,17 @@ def test_a_node_is_stepped_again_when_it_wants_to_be_woken() -> None:
     assert node.steps[:3] == [(AbortRequested(RequestId(1)),), (), ()]
 
 
+def test_what_is_decided_on_the_last_events_before_the_end_is_still_said() -> None:
+    tokens = EmitTokens((RequestId(1),), b"\1\0\0\0")
+    server = Server(FakeNode(lambda event: [tokens]))
+    server.api._sock.sendall(frame(AbortRequested(RequestId(1))) + frame(wire.Shutdown()))
+    server.thread.join(5)
+    for sock in server.node_ends:
+        sock.close()
+    assert receive(server.api, 1) == [tokens]
+    server.join()
+
+
 def test_a_worker_that_says_why_it_ends_is_quoted() -> None:
     server = Server(FakeNode())
     server.worker.send(wire.Died("worker", "no memory; buy some"))

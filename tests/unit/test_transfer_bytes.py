@@ -141,6 +141,32 @@ def test_a_status_is_proved_and_cannot_be_exchanged(status: Status) -> None:
             reader.hear(protocol.pack_welcome(other, protocol.unpack_welcome(welcome).proof))
 
 
+@pytest.mark.parametrize(
+    ("has_nixl", "nixl_only", "takes_nixl", "needs_nixl", "brings_nixl"),
+    [
+        (True, False, True, False, False),
+        (True, False, False, True, True),
+        (True, True, True, False, True),
+        (True, True, False, False, False),
+        (False, False, False, True, False),
+    ],
+)
+def test_nixl_is_for_who_needs_it_or_where_there_is_nothing_else(
+    has_nixl: bool, nixl_only: bool, takes_nixl: bool, needs_nixl: bool, brings_nixl: bool
+) -> None:
+    incarnation = protocol.incarnation_digest(OWNER)
+    owner = OwnerHandshake(
+        SECRET, incarnation=incarnation, page_bytes=PAGE_BYTES, has_nixl=has_nixl, nixl_only=nixl_only
+    )
+    reader = ReaderHandshake(
+        SECRET, peer=OWNER, reader=bytes(16), page_bytes=PAGE_BYTES, takes_nixl=takes_nixl, needs_nixl=needs_nixl
+    )
+    _, status = owner.hear(reader.hello(owner.challenge))
+    assert status is (Status.OTHER_BACKEND if nixl_only and not brings_nixl else Status.OK)
+    assert reader.hear(owner.welcome(status)) is status
+    assert owner.brings_nixl == reader.brings_nixl == brings_nixl
+
+
 def test_an_owner_that_refuses_brings_nothing_whatever_it_says() -> None:
     """Its memory would be mapped, or an agent of NIXL made, for a connection that there is not."""
     owner, _ = both()
