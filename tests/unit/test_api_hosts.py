@@ -119,6 +119,13 @@ def test_a_server_that_listens_everywhere_is_at_each_address_of_its_machine_and_
     assert not is_of_this_machine(ip_address("198.51.100.7"))
 
 
+def test_a_server_that_listens_at_one_address_is_at_no_other_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.server.api.hosts.is_of_this_machine", lambda number: True)
+    assert addresses(hosts(host="0.0.0.0", allow=()), "198.51.100.7") == ["198.51.100.7"]
+    with pytest.raises(HostRefused):
+        addresses(hosts(allow=()), "198.51.100.7")
+
+
 def test_the_hosts_of_a_body_are_checked_each_once_and_are_not_too_many() -> None:
     names = Names(prefill=["10.1.0.4"])
     asyncio.run(hosts(names).check(["prefill", None, "prefill", "10.1.0.9"]))

@@ -255,6 +255,23 @@ def test_a_prompt_goes_on_while_who_decodes_waits_for_pages_that_arrive_for_anot
     assert_nothing_is_held([prefill, decode])
 
 
+def test_who_decodes_alone_waits_for_the_pages_of_somebody_who_arrives_and_ends_at_once() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode(num_pages=12, conservativeness=0.0)
+    _, grown = world.pair(prefill, decode, prompt_len=60, max_new_tokens=70)
+    world.run_until(lambda: decode.state_of(grown) is State.RUNNING)
+    decode.holds.add(PagesLanded)
+    _, coming = world.pair(prefill, decode, prompt_len=90, max_new_tokens=1, seed=2)
+    world.run()
+    assert (decode.state_of(grown), decode.state_of(coming)) == (State.RUNNING, State.ARRIVING)
+    decode.release()
+    world.run()
+    assert decode.tokens[grown] == expected_tokens(60, 70, seed=1)
+    assert decode.tokens[coming] == expected_tokens(90, 1, seed=2)
+    assert decode.state.counters.retractions == 0
+    assert_nothing_is_held([prefill, decode])
+
+
 def test_a_retracted_request_whose_kv_came_from_a_peer_is_computed_here() -> None:
     world = World()
     prefill, decode = world.prefill(), world.decode(num_pages=7, conservativeness=0.0)

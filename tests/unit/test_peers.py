@@ -510,6 +510,10 @@ def test_without_a_file_descriptor_the_oldest_that_proves_nothing_gives_way_and_
 
 def test_the_log_is_not_filled_by_those_who_prove_nothing() -> None:
     prefill = Side(PREFILL)
+    with socket.create_connection(("127.0.0.1", prefill.port)):  # who only looks whether somebody listens
+        eventually(lambda: prefill.peers.links.unidentified, prefill)
+    eventually(lambda: not prefill.peers.links.unidentified, prefill)
+    assert prefill.notes == []
     for _ in range(5):
         with dialled(prefill.port, OTHER_SECRET, DECODE) as end:
             eventually(lambda end=end: end.read() or end.is_closed, prefill)
