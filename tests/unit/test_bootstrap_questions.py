@@ -130,6 +130,19 @@ def test_rooms_are_answered_with_nothing_where_nobody_answers_and_the_address_is
     assert it.next_deadline() is None
 
 
+def test_whatever_comes_first_is_the_next_deadline() -> None:
+    it = questions()
+    it.ask_rank(HERE, Room(7))
+    it.tick(NOW)
+    assert it.next_deadline() == NOW + it.answer_ns
+    it.told(1, {Room(7): 1}, FOUND.prefill, NOW)
+    it.learn(THERE, None, NOW)
+    first, last = sorted((it.interval_ns, it.answer_ns))
+    assert it.next_deadline() == NOW + first
+    it.tick(Nanos(NOW + first))
+    assert it.next_deadline() == NOW + last
+
+
 def test_what_waits_at_an_address_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for bound in ("MAX_RANKS_WAITING", "MAX_ROOMS_WAITING", "MAX_ROOM_ADDRESSES"):
         monkeypatch.setattr(bootstrap_questions, bound, 2)
