@@ -1,13 +1,16 @@
 """What the router reads in the bodies of workers."""
 
+import asyncio
 import json
 
 import httpx
 import pytest
 
 from deep import DEEP
+from tandem.core.router.messages import Fail, RouteCause
+from tandem.core.values import RequestId
 from tandem.server.api.errors import RULES, Code, Failure, error_json
-from tandem.server.router.answer import error_at_end, merge_input_logprobs, passed_headers, retryable_of
+from tandem.server.router.answer import Pipe, error_at_end, merge_input_logprobs, passed_headers, retryable_of
 
 
 @pytest.mark.parametrize("code", RULES, ids=lambda code: code.value)
@@ -81,3 +84,16 @@ def test_an_answer_that_cannot_be_read_or_written_again_passes_as_it_is(foreign:
 def test_a_header_that_could_not_be_sent_on_is_left_out() -> None:
     given = [("x-tandem-path", "remote"), ("x-tandem-odd", "a\x01b"), ("retry-after", "1"), ("server", "x")]
     assert passed_headers(httpx.Headers(given)) == {"x-tandem-path": "remote", "retry-after": "1"}
+
+
+@pytest.mark.parametrize("failure", [None, Fail(RequestId(1), RouteCause.CONNECTION_LOST, "router")])
+def test_what_a_worker_says_as_it_gives_up_comes_last_unless_the_router_has_an_error_of_its_own(
+    failure: Fail | None,
+) -> None:
+    async def story() -> list[bytes]:
+        pipe = Pipe()
+        await pipe.put(b"text")
+        pipe.end(failure, b"error")
+        return [chunk async for chunk in pipe.chunks()]
+
+    assert asyncio.run(story()) == ([b"text", b"error"] if failure is None else [b"text"])
