@@ -78,7 +78,7 @@ class Inbox:
     def wait_for_engines(self) -> Engines | None:
         """What the engines report when they have loaded the model; None when the server ends before."""
         while self.workers.engines is None and not self.is_over:
-            self._poller.poll(None)
+            self._poll(None)
         return self.workers.engines
 
     def drain(self, *, until: Nanos | None) -> list[Event]:

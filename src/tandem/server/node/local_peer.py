@@ -91,8 +91,7 @@ class LocalPeer:
             self._poller.unwatch(self._channel.sock)
 
     def _ready(self, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE:
-            self.flush()
+        """What can be written is, by the `flush` that follows every poll."""
         if mask & selectors.EVENT_READ:
             self._read()
 
