@@ -255,6 +255,17 @@ def test_a_prompt_goes_on_while_who_decodes_waits_for_pages_that_arrive_for_anot
     assert_nothing_is_held([prefill, decode])
 
 
+def test_a_prompt_that_leaves_room_for_one_token_is_served_and_a_longer_one_never_could_be() -> None:
+    world = World()
+    node = world.unified(num_pages=4)
+    fits = world.submit(node, prompt_len=63, max_new_tokens=1)
+    world.run()
+    assert node.tokens[fits] == expected_tokens(63, 1, seed=1)
+    longer = world.submit(node, prompt_len=64, max_new_tokens=1)
+    world.run()
+    assert "do not fit the KV pool of 64 tokens" in node.ended[longer].detail
+
+
 def test_who_decodes_alone_waits_for_the_pages_of_somebody_who_arrives_and_ends_at_once() -> None:
     world = World()
     prefill, decode = world.prefill(), world.decode(num_pages=12, conservativeness=0.0)

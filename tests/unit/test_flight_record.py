@@ -149,6 +149,17 @@ def test_a_record_that_was_cut_replays_up_to_the_cut(tmp_path: Path) -> None:
     assert result.steps == world.steps
 
 
+def test_a_record_that_ends_within_a_step_is_cut_and_one_that_ends_behind_it_is_whole(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.serve(requests=1, tokens=5)
+    world.recorder.close()
+    (segment,) = segments_of(tmp_path)
+    assert not replay(segment, EngineNode).is_cut
+    segment.write_bytes(b"".join(map(frame, list(read_segment(segment))[:-1])))  # without what it came to
+    result = replay(segment, EngineNode)
+    assert (result.is_cut, result.difference, result.steps) == (True, None, world.steps)
+
+
 def test_a_step_that_raises_is_on_record_and_raises_again(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.serve(requests=1, tokens=2)

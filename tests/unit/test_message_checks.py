@@ -68,8 +68,9 @@ def test_a_message_about_no_room_is_none(message: Message, room: int) -> None:
     ],
 )
 def test_a_ready_out_of_bounds_gives_its_room_up(fields: dict[str, Any]) -> None:
-    told = admitted(changed(READY, **fields), BOUNDS)
+    told = admitted(changed(READY, **{"rendered_at": 7, **fields}), BOUNDS)
     assert isinstance(told, Release)
+    assert told.rendered_at == 7
     assert (told.room, told.source, told.outcome, told.cause) == (ROOM, DECODE, "aborted", Cause.PROTOCOL)
     assert told.attempt in (0, 1)
     assert told.prompt_digest == (b"" if "prompt_digest" in fields else READY.prompt_digest)  # who has none is nobody
