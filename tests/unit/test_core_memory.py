@@ -2,7 +2,8 @@
 
 import pytest
 
-from core_driver import World, assert_nothing_is_held, expected_tokens
+from core_driver import World, assert_nothing_is_held, expected_tokens, finished
+from tandem.core.commands import StartRequest
 from tandem.core.events import BatchReturned, FlushRequested, PagesLanded
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler.numbers import numbers
@@ -175,6 +176,8 @@ def test_retracted_requests_give_their_pages_back_and_resume_with_equal_tokens(
     world.run()
     assert [node.tokens.get(request) for request in ids] == [expected_tokens(30, 60, seed=seed) for seed in range(3)]
     assert node.state.counters.retractions > 0
+    told = {start.request: start.ledger for start in node.said(StartRequest)}
+    assert {request: finished(node, request).ledger for request in ids} == told, "it ends with the first token"
     assert world.now < SECOND, "nobody waited for a timer"
     assert_nothing_is_held(node)
 

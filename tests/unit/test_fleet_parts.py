@@ -90,6 +90,17 @@ def test_a_refused_connection_is_death_at_once() -> None:
     assert fleet.wake_at() == 60
 
 
+def test_who_has_been_there_and_is_not_dead_is_told_of_an_abort() -> None:
+    fleet = registry()
+    assert fleet.answering() == [], "it may never have been there"
+    probe(fleet, ProbeResult.OK, 0)
+    assert fleet.answering() == [worker(0)]
+    probe(fleet, ProbeResult.DECLINED, 100)
+    assert fleet.answering() == [worker(0)], "it has requests, though it gets no more"
+    fleet.refused(W, Nanos(150))
+    assert fleet.answering() == []
+
+
 def test_a_good_probe_from_before_the_refusal_does_not_revive() -> None:
     fleet = registry()
     probe(fleet, ProbeResult.OK, 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from puller_world import MAX_JOBS, ONE, PEER, TIMEOUT_NS, TWO, Job, World
 from tandem.core.events import PagesLanded, TransferDrained, TransferFailed
 from tandem.core.values import SECOND, Cause, Incarnation, RequestId, ShardId
-from tandem.transfer.jobs import Dial, Receive, Trouble
+from tandem.transfer.jobs import Dial, PeerAddress, Receive, Trouble
 from tandem.transfer.port import Held
 from tandem.transfer.protocol import MAX_READ_PAGES, REFUSALS, Status
 from tandem.transfer.puller import (
@@ -382,6 +382,16 @@ def test_a_peer_with_many_pulls_leaves_room_and_has_all_of_it_when_it_is_alone()
     for request in range(10, 12):
         world.pull(RequestId(request), peer=other)
     assert [job.origin.peer for job in world.jobs()] == [one, other, one, other]
+
+
+def test_a_peer_is_dialled_where_it_was_last_said_to_be() -> None:
+    world = World()
+    (peer,) = peers(1)
+    world.learn(peer)
+    elsewhere = [PeerAddress("elsewhere", 5, "") for _ in world.theirs.shards]
+    world.puller.learn(peer, world.theirs, elsewhere)
+    world.pull(peer=peer)
+    assert world.dial().address == elsewhere[0]
 
 
 def test_a_peer_of_which_a_job_is_stalled_gets_no_other_until_it_moves() -> None:

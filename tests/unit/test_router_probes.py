@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from tandem.core.router.messages import AbortAsked, WorkerProbed
+from tandem.core.router.messages import AbortAsked, Side, WorkerProbed
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.worker_registry import Health, HealthSettings, ProbeResult, RegisteredWorker
 from tandem.core.settings import Role
@@ -202,6 +202,16 @@ class AnsweredWhileBusy(Prober):
 
     def probe(self, worker: RegisteredWorker) -> None:
         self._found.append(WorkerProbed(worker.id, ProbeResult.OK))
+
+
+def test_a_mistake_of_the_client_is_no_failure_of_a_worker() -> None:
+    metrics = RouterMetrics()
+    for status in (400, 503, 503):
+        metrics.see_rejection(Side.DECODE, status)
+    found = metrics.registry.get_sample_value
+    assert found("tandem:router_client_errors_total", {"status": "400"}) == 1
+    assert found("tandem:router_client_errors_total", {"status": "503"}) is None
+    assert found("tandem:router_failures_total", {"cause": "decode_rejected"}) == 2
 
 
 def test_an_answer_that_is_there_counts_before_the_time_that_has_passed_meanwhile() -> None:
