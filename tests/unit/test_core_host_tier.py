@@ -100,6 +100,16 @@ def test_write_back_copies_nothing_while_pages_are_free_or_have_copies() -> None
     assert len(node.said(StorePages)) == num_stored
 
 
+def test_write_back_copies_ahead_of_an_answer_that_grows() -> None:
+    """Its next page cannot wait for a copy: what leaves after the first ones has been copied by then."""
+    world, node = one_node(**settings(WritePolicy.WRITE_BACK))
+    run(world, node, seed=1)
+    grown = run(world, node, seed=2, prompt_len=20, max_new_tokens=300)
+    assert node.tokens[grown] == expected_tokens(20, 300, seed=2)
+    again = run(world, node, seed=1)
+    assert finished(node, again).host_tokens > 0
+
+
 def test_who_waits_for_room_that_a_copy_makes_says_so() -> None:
     world, node = one_node(**settings(WritePolicy.WRITE_BACK))
     run(world, node, seed=1)
