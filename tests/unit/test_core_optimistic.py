@@ -318,6 +318,7 @@ def test_parked_requests_give_way_to_one_that_needs_their_pages() -> None:
     assert decode.tokens[right] == expected_tokens(100, 4, seed=2)
     assert prefill.state_of(parked) is State.BOOTSTRAPPING
     assert prefill.state.counters.prefill_retries == {"yield": 1}
+    assert sum(numbers(prefill.node).retries.values()) == 1, "each of them is exported under its reason"
     late = world.submit(decode, prompt_len=100, room=7, peer=prefill.address)
     world.run()
     assert decode.tokens[late] == expected_tokens(100, 4, seed=1)
