@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
+from core_driver import Replica, World, assert_nothing_is_held, expected_tokens, finished
 from tandem.core.commands import FinishRequest
 from tandem.core.events import AbortRequested, BatchReturned, PagesLanded
 from tandem.core.request import Request
@@ -387,6 +387,21 @@ def test_who_runs_gives_way_for_the_parts_of_windows_that_it_has() -> None:
     world.run()
     assert list(node.ended) == [high, low]
     assert node.tokens[low] == expected_tokens(40, 30, seed=10)
+
+
+def test_who_pushes_somebody_back_reads_its_cached_prefix_all_the_same() -> None:
+    world = World()
+    node = world.unified(num_pages=16, max_running=1, **FIRST)
+    world.submit(node, prompt_len=100, max_new_tokens=1, seed=3)
+    world.run()
+    (low,) = running(world, node, 0)
+    high = world.submit(node, prompt_len=100, max_new_tokens=4, seed=3, priority=5)
+    world.run()
+    assert node.state.counters.retractions == 1
+    assert finished(node, high).cached_tokens == 96
+    assert node.tokens[high] == expected_tokens(100, 4, seed=3)
+    assert low in node.ended
+    assert_nothing_is_held(node)
 
 
 def test_when_pages_run_out_the_least_urgent_gives_way() -> None:

@@ -78,6 +78,9 @@ def test_what_nixl_has_to_know_survives_the_wire(registered: Registered, proof: 
 )
 def test_what_nixl_has_to_know_is_bounded_and_whole(tag: bytes, numbers: tuple[int, int, int], rest: bytes) -> None:
     message = struct.pack("<4sIQQ", tag, *numbers) + rest
+    if tag != b"NIXL" or numbers[0] > protocol.MAX_NIXL_METADATA_BYTES:
+        with pytest.raises(Malformed):  # nobody waits for so much
+            protocol.size_of_registered(message[: protocol.REGISTERED_HEADER_BYTES])
     try:
         registered = protocol.unpack_registered(message)
     except Malformed:
