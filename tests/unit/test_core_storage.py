@@ -185,6 +185,22 @@ def test_a_prefix_takes_half_of_host_memory_at_most() -> None:
     assert_nothing_is_held(node)
 
 
+def test_what_comes_for_all_together_takes_half_of_host_memory_at_most() -> None:
+    world = World()
+    first = world.unified(**tiers())
+    for seed in (1, 2):
+        run(world, first, seed=seed)
+    node = world.unified(life=2, **tiers(host_pages=16))
+    node.holds.add(PagesCopied)
+    ids = [world.submit(node, seed=seed, prompt_len=LENGTH, max_new_tokens=2) for seed in (1, 2)]
+    world.run_until(lambda: len(node.said(LookUpPages)) == 2 and node.said(FetchPages))
+    assert sum(len(fetch.hashes) for fetch in node.said(FetchPages)) == 8
+    node.release()
+    world.run()
+    assert [node.tokens[request] for request in ids] == [expected_tokens(LENGTH, 2, seed=seed) for seed in (1, 2)]
+    assert_nothing_is_held(node)
+
+
 def test_storage_that_costs_more_than_computing_is_left_alone() -> None:
     world, node = after_a_restart()
     node.state.storage.break_even.loaded(1, Nanos(10 * SECOND))

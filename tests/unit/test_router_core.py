@@ -418,6 +418,14 @@ def test_requests_that_wait_for_a_silent_worker_stay_when_there_is_no_other() ->
     assert world.sleep(9.9) == []
 
 
+def test_an_answer_that_has_begun_is_not_begun_elsewhere_while_its_worker_is_silent() -> None:
+    world = World(1, 2)
+    decode = world.ask().pair.decode.id
+    world.tell(HalfAnswered(R, 1, P), HalfEnded(R, 1, P), DecodeSpoke(R, 1))
+    world.mute.add(decode)
+    assert world.sleep(30) == []
+
+
 def test_an_answer_that_a_silent_worker_owes_is_given_up_after_a_while() -> None:
     world = World(1, 1)
     world.ask()
