@@ -149,6 +149,17 @@ def test_a_record_that_was_cut_replays_up_to_the_cut(tmp_path: Path) -> None:
     assert result.steps == world.steps
 
 
+def test_what_a_node_that_rests_has_done_is_on_disk(tmp_path: Path) -> None:
+    """It may rest for long, and whatever kills it then leaves a whole record."""
+    world = World(tmp_path)
+    (segment,) = segments_of(tmp_path)
+    for requests in (0, 1, 2):
+        world.serve(requests=requests, tokens=5)
+        result = replay(segment, EngineNode)
+        assert (result.steps, result.is_cut) == (world.steps, False)
+    world.recorder.close()
+
+
 def test_a_record_that_ends_within_a_step_is_cut_and_one_that_ends_behind_it_is_whole(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.serve(requests=1, tokens=5)
