@@ -201,6 +201,21 @@ def test_what_comes_for_all_together_takes_half_of_host_memory_at_most() -> None
     assert_nothing_is_held(node)
 
 
+@pytest.mark.parametrize(("waited", "writes_again"), [(4 * SECOND, True), (6 * SECOND, False)])
+def test_where_a_write_hangs_no_other_is_begun(waited: int, writes_again: bool) -> None:
+    world = World()
+    node = world.unified(**tiers())
+    world.submit(node, seed=1, prompt_len=40, max_new_tokens=1)
+    world.run_until(lambda: node.said(WritePages))
+    node.holds.add(PagesCopied)
+    world.run()
+    node.holds.clear()  # that answer does not come, all later ones do
+    num_written = len(node.said(WritePages))
+    world.advance(waited)
+    run(world, node, seed=2)
+    assert (len(node.said(WritePages)) > num_written) is writes_again
+
+
 def test_storage_that_costs_more_than_computing_is_left_alone() -> None:
     world, node = after_a_restart()
     node.state.storage.break_even.loaded(1, Nanos(10 * SECOND))

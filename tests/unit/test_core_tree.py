@@ -46,6 +46,13 @@ def test_a_parent_is_evicted_after_its_children_only() -> None:
     assert tree.nodes == {}
 
 
+def test_what_leaves_next_is_known_before_it_does() -> None:
+    for count in range(6):
+        tree = tree_of((A, B, C), (A, D))
+        coldest = [tree.nodes[page_hash].page for page_hash in tree.coldest_without_copy(count)]
+        assert coldest == tree.evict(count)
+
+
 def test_a_pinned_page_and_all_above_it_are_never_evicted() -> None:
     tree = tree_of((A, B, C), (A, D))
     tree.lock(B)

@@ -35,6 +35,20 @@ def test_an_end_that_is_told_while_the_connection_is_away_is_heard_when_it_is_ba
     assert prefill.said == [end]
 
 
+def test_what_waits_for_a_peer_that_is_away_is_bounded() -> None:
+    wires, prefill, decode = two_nodes()
+    decode.links.limits = Limits(waiting=2)
+    wires.listener = None
+    wires.cut(link_of(decode, PREFILL))
+    wires.pass_time(100 * MILLISECOND, prefill, decode)
+    ends = [Release(Room(room), DECODE, "not_needed") for room in range(1, 9)]
+    for end in ends:
+        decode.tell(PREFILL, end)
+    wires.listener = prefill
+    wires.pass_time(SECOND, prefill, decode)
+    assert prefill.said == ends[:2]
+
+
 def test_redials_grow_apart_and_end() -> None:
     wires, prefill, decode = two_nodes()
     wires.listener = None
