@@ -51,6 +51,11 @@ class Port:
         connections: set[Any] = self._server.server_state.connections
         return [connection.cycle.keep_alive for connection in connections]
 
+    def write_timers(self) -> list[asyncio.TimerHandle]:
+        """Of each connection whose client does not read."""
+        connections: set[Any] = self._server.server_state.connections
+        return [one._write_timer for one in connections if one._write_timer is not None]
+
     async def has_ended(self) -> None:
         async with asyncio.timeout(20):
             await asyncio.shield(self._task)
@@ -585,7 +590,7 @@ def test_the_time_that_a_body_takes_to_come_to_the_router_is_none_of_what_is_lef
     serves(story, app)
 
 
-async def unread(port: Port, request: bytes) -> asyncio.StreamReader:
+async def unread(port: Port, request: bytes) -> Opened:
     """A client with a small window that never reads."""
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -594,12 +599,12 @@ async def unread(port: Port, request: bytes) -> asyncio.StreamReader:
     reader, writer = await asyncio.open_connection(sock=raw)
     writer.transport.pause_reading()  # type: ignore[attr-defined]  # a transport that reads
     writer.write(request)
-    return reader
+    return reader, writer  # which is closed once nobody holds it
 
 
 def test_an_answer_that_nobody_reads_ends_its_connection() -> None:
     async def story(port: Port) -> None:
-        await unread(port, HEALTH)
+        _held = await unread(port, HEALTH)
         await until(lambda: port.bounds.num_open == 1)
         await until(lambda: port.bounds.num_open == 0)
 
@@ -615,13 +620,32 @@ def test_a_stream_that_nobody_reads_is_aborted_at_its_node() -> None:
     it = world(lambda request, payload: Script([5] * 200_000), context_length=1 << 20, stall_timeout=0.2)
 
     async def story(port: Port) -> None:
-        await unread(port, generate({"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 200_000}}))
+        _held = await unread(
+            port, generate({"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 200_000}})
+        )
         await until(lambda: it.node.sent)
         assert [type(message) for message in it.node.sent] == [AbortRequested]
         await until(lambda: it.client.num_live == 0)
         await until(lambda: port.bounds.num_open == 0)
 
     serves(story, it.app)
+
+
+def test_an_answer_that_is_read_again_in_time_has_all_of_that_time_again() -> None:
+    async def story(port: Port) -> None:
+        reader, writer = await unread(port, HEALTH)
+        await until(port.write_timers)
+        (timer,) = port.write_timers()
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        while not timer.cancelled():
+            assert await asyncio.wait_for(reader.read(1 << 16), 20)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": b" " * (1 << 16), "more_body": True})
+
+    serves(story, app, write_s=LONG)
 
 
 def test_a_stream_that_is_read_is_not_bounded_by_what_bounds_others() -> None:

@@ -165,6 +165,7 @@ def test_no_more_comes_from_host_memory_than_was_cached() -> None:
     ended = prefill.ended[left]
     assert isinstance(ended, FinishRequest)
     assert ended.host_tokens == ended.cached_tokens == LEN // 2 // 16 * 16
+    assert ended.storage_tokens == 0
 
 
 # --- when it is not asked for ----------------------------------------------------------------------------------------
