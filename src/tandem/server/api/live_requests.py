@@ -202,11 +202,6 @@ class LiveRequests:
     def is_named(self, name: str) -> bool:
         return name in self._named
 
-    def rank_of(self, request: RequestId) -> int | None:
-        """Where it runs; None once it has ended."""
-        live = self._live.get(request)
-        return None if live is None else live.dp_rank
-
     def absence(self) -> Failure | None:
         """Why nobody can be asked: no rank is there, or at the start one is missing."""
         if self.has_started and any(rank.is_there for rank in self.ranks):
