@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from core_driver import ROOT, Replica, World, assert_nothing_is_held, expected_tokens, prompt_tokens
+from core_driver import ROOT, Replica, World, assert_nothing_is_held, expected_tokens, finished, prompt_tokens
 from tandem.core.batch import TokenFlag
 from tandem.core.commands import (
     CancelPull,
@@ -1173,3 +1173,17 @@ def test_published_pages_survive_a_flush() -> None:
 def test_the_flags_of_the_first_token_travel_with_it() -> None:
     row = ResultSlot(Room(1), b"\1\0\0\0", TokenFlag.EOS, b"", 0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=ResultSlot) == row
+
+
+def test_a_failure_of_an_earlier_attempt_ends_nothing_on_prefill() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    decode.holds.add(PagesLanded)
+    left, right = world.pair(prefill, decode)
+    world.run_until(lambda: prefill.state_of(left) is State.SENDING)
+    world.send(prefill, TransferFailed(left, 99, ShardId(0), Cause.TRANSFER_FAILED, "of another attempt"))
+    world.run()
+    decode.release()
+    world.run()
+    assert decode.tokens[right] == expected_tokens(40, 4, seed=1)
+    assert finished(decode, right).path == finished(prefill, left).path == "remote"
