@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import resource
 import select
 import socket
@@ -512,6 +513,20 @@ def test_a_body_that_stands_still_ends_its_connection() -> None:
         await until(lambda: port.bounds.num_open == 0)
 
     serves(story, body_s=0.05)
+
+
+def test_a_port_ends_although_a_client_has_been_reset_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_transport: object) -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    async def story(port: Port) -> None:
+        _held = await port.open(generate({"text": "x"}, missing=10))
+        await until(lambda: port.bounds.num_requests == 1)
+        monkeypatch.setattr("asyncio.selector_events._SelectorSocketTransport.write_eof", gone)
+        port.begin_to_end()
+        await port.has_ended()
+
+    serves(story)
 
 
 def test_a_port_that_ends_waits_for_no_body_and_says_so() -> None:

@@ -182,9 +182,13 @@ class BoundedHttp1(Http1):
         if len(bounds.lingering) >= bounds.max_lingering:
             self.transport.abort()
             return
+        try:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        except OSError:  # it was reset, and the loop has not heard of it yet: nobody reads
+            self.transport.abort()
+            return
         bounds.lingering[self] = None
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
         self._limit(LINGER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
