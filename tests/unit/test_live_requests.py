@@ -9,7 +9,7 @@ from msgspec import structs
 from tandem.core.commands import AnnounceDpRank, FailRequest, FinishReason, FinishRequest, Path, StageTimings
 from tandem.core.events import AbortRequested, RequestRefused, StopMatched
 from tandem.core.request import Request
-from tandem.core.settings import LoadBalanceMethod, PrefillInfo
+from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.server.api.errors import Problem
 from tandem.server.api.live_requests import (
@@ -186,6 +186,19 @@ def test_a_rank_that_never_will_be_is_the_user_s_mistake_and_one_that_is_gone_is
     outcome = requests.submit([IncomingRequest(arrival(requests).request, (), routed)], START)
     assert isinstance(outcome, Declined)
     assert outcome.failure.code is code
+
+
+@pytest.mark.parametrize("force_query", [False, True])
+def test_where_decode_asks_for_every_room_it_is_told_of_one_that_is_declined(force_query: bool) -> None:
+    """Though the room tells its rank: whoever asks all the same would wait until its deadline."""
+    by_room = LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM
+    requests = LiveRequests(2, STALL_NS, by_room, rooms_move=False, force_query=force_query)
+    for dp_rank in range(2):
+        requests.ready(dp_rank, PrefillInfo(2, by_room, DpConflictPolicy.FAIL))
+    requests.drain()
+    outcome = requests.submit([arrival(requests, room=9)], START)
+    assert isinstance(outcome, Declined)
+    assert list(outcome.actions[1:]) == ([AnnounceDpRank(Room(9), 1)] if force_query else [])
 
 
 def test_a_name_is_in_use_until_its_request_has_ended() -> None:

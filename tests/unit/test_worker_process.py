@@ -21,7 +21,7 @@ from tandem.engine.parallel import WorkerGone
 from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
-from tandem.server.channel import BlockingChannel, MalformedFrame
+from tandem.server.channel import BlockingChannel
 from tandem.server.processes import Launch, ServerFailure
 from tandem.server.worker_process import Worker, layout_digest, start
 from tandem.transfer.jobs import PeerAddress
@@ -230,7 +230,8 @@ def test_what_the_reader_of_a_worker_meets_ends_it_with_that_cause(monkeypatch: 
     it = Running()
     it.node._sock.sendall(b"\x00\x00\x00\x01\xff")
     it.thread.join(5)
-    assert isinstance(it.failure, MalformedFrame)
+    assert isinstance(it.failure, ServerFailure)
+    assert str(it.failure).startswith("its node says something that is no message: ")
 
 
 MINI = Path(__file__).parents[2] / "src/tandem/bundled/mini"

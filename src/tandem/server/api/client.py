@@ -112,14 +112,17 @@ class NodeClient:
         hosts: Hosts | None = None,
         method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN,
         rooms_move: bool = True,
+        force_query: bool = False,
         announce: Callable[[commands.AnnounceDpRank], None] = lambda announced: None,
         fault_folder: FilePath | None = None,
     ) -> None:
-        """One port for each DP rank, in order. rooms_move: see `dp_dispatch`. announce: of a prefill: tells its
-        bootstrap server which rank knows of a room that never came to be, or that is lost, where no room tells.
+        """One port for each DP rank, in order. rooms_move, force_query: see `LiveRequests`.
+
+        announce: of a prefill: tells its bootstrap server which rank knows of a room that never came to be, or that is
+        lost, where no room tells.
         fault_folder: see `fault_records.py`; None: nothing is kept.
         """
-        self._requests = LiveRequests(len(ports), int(stall_timeout * SECOND), method, rooms_move)
+        self._requests = LiveRequests(len(ports), int(stall_timeout * SECOND), method, rooms_move, force_query)
         self.last_steps = EdgeLastSteps(self._requests, fault_folder)
         self.ranks = [
             NodeRank(

@@ -165,6 +165,7 @@ class LiveRequests:
     stall_ns: int  # between two tokens, and for a client that takes nothing
     method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN  # how a request finds its rank, unless it names one
     rooms_move: bool = True  # see `dp_dispatch`
+    force_query: bool = False  # decode asks for every room, also where it tells its rank
     is_draining: bool = False
     has_started: bool = False  # every rank has been there once
     ranks: list[LiveRank] = field(init=False)
@@ -526,7 +527,8 @@ class LiveRequests:
         told: list[Action] = [TellNode(dp_rank, RequestRefused(bare, cause, reason))]
         prefill = self.ranks[dp_rank].prefill
         if request.peer is None and prefill is not None and dp_rank < prefill.dp_size > 1:
-            found = settle(RequestFacts(request.room, request.dp_rank_hint), prefill, actual=dp_rank)
+            facts = RequestFacts(request.room, request.dp_rank_hint)
+            found = settle(facts, prefill, actual=dp_rank, force_query=self.force_query)
             if not isinstance(found, Quiet):
                 told.append(AnnounceDpRank(request.room, dp_rank, found.sought))
         return told

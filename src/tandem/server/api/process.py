@@ -31,7 +31,7 @@ from typing import Any  # what a coroutine is sent and gives back while it runs
 
 from starlette.types import ASGIApp
 
-from tandem.config import ServerConfig
+from tandem.config import FORCE_QUERY, ServerConfig, environment_switch
 from tandem.core.bootstrap_registry import BootstrapRegistry, Rejected
 from tandem.core.commands import AnnounceDpRank, GatherLoad
 from tandem.core.dp_dispatch import method_for
@@ -142,6 +142,7 @@ class ApiProcess:
             hosts=Hosts.of(config),
             method=method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role)),
             rooms_move=config.disaggregation_dp_rank_conflict == DpConflictPolicy.RESOLVE,
+            force_query=environment_switch(FORCE_QUERY),
             announce=self._announce,
             fault_folder=folder_of(config.fault_records),
         )

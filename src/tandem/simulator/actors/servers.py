@@ -67,7 +67,9 @@ class Server:
         self.clock = clock
         self.wakes_at = None
         moves = self.info.conflict is DpConflictPolicy.RESOLVE
-        self.requests = LiveRequests(self.info.dp_size, template.stall_timeout_ns, self.info.method, moves)
+        self.requests = LiveRequests(
+            self.info.dp_size, template.stall_timeout_ns, self.info.method, moves, template.force_query
+        )
         delayer = template.delayer
         self.gathering = DelayerSync(delayer) if delayer is not None and delayer.num_ranks > 1 else None
         if self.role is Role.PREFILL:
