@@ -6688,11 +6688,11 @@ OTHERS = (
         "simulator/test_whole_hosts.py::test_every_request_of_servers_on_several_hosts_ends_as_promised",
     ),
     Break(
-        "not_every_request_of_servers_on_several_hosts_ends_as_promised_2",
+        "a_worker_that_ends_with_its_node_is_blamed",
         "server/worker_process.py",
         "return EXIT_WITH_OTHERS  # says nothing: why it all ends is said by, or seen of, who was first",
         "return 1",
-        "simulator/test_whole_hosts.py::test_every_request_of_servers_on_several_hosts_ends_as_promised",
+        "unit/test_worker_process.py::test_a_worker_that_ends_because_its_node_is_gone_is_not_blamed",
     ),
     Break(
         "not_every_request_of_servers_on_several_hosts_ends_as_promised_3",

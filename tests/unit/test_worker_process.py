@@ -1,6 +1,7 @@
 """The worker around its engine: messages in order, a failing forward is an event, transfers go to the data plane."""
 
 import socket
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,9 +21,9 @@ from tandem.engine.model_config import ModelError
 from tandem.engine.parallel import WorkerGone
 from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams
-from tandem.server import wire
+from tandem.server import wire, worker_process
 from tandem.server.channel import BlockingChannel
-from tandem.server.processes import Launch, ServerFailure
+from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure
 from tandem.server.worker_process import Worker, layout_digest, start
 from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import Held
@@ -232,6 +233,23 @@ def test_what_the_reader_of_a_worker_meets_ends_it_with_that_cause(monkeypatch: 
     it.thread.join(5)
     assert isinstance(it.failure, ServerFailure)
     assert str(it.failure).startswith("its node says something that is no message: ")
+
+
+def test_a_worker_that_ends_because_its_node_is_gone_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks for a reason passes it by: on another host somebody may have been first, and is heard of later."""
+    here, there = socket.socketpair()
+    launch = Launch(ServerConfig(model="tandem/mini"), str(MINI), Incarnation("s", "1"), 0, 1, 0)
+    monkeypatch.setattr(worker_process, "read_launch", lambda: launch)
+    monkeypatch.setattr(worker_process.logs, "set_up", lambda log_format, *, process: None)
+    monkeypatch.setattr(sys, "argv", ["worker", str(there.detach())])
+
+    def load(launch: Launch, channel: BlockingChannel[wire.NodeToWorker], *_: object) -> None:
+        here.close()
+        while True:
+            channel.send(wire.Echo())
+
+    monkeypatch.setattr(worker_process, "start", load)
+    assert worker_process.main() == EXIT_WITH_OTHERS
 
 
 MINI = Path(__file__).parents[2] / "src/tandem/bundled/mini"

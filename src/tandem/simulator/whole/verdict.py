@@ -41,7 +41,7 @@ def check(answer: Answer, faults: Faults) -> None:
         is_held_up = gives_way or faults.was_slow(answer.began_ns, ended_ns)
         if is_late and answer.ask.timeout_s >= patience_s and not is_held_up:
             raise Violation("L5", f"{what}: {error}, and nothing has held it up")
-        is_one_too_many = faults.options.is_crowded and error.get("code") == Problem.BUSY
+        is_one_too_many = faults.options.is_crowded and error.get("code") in (Problem.BUSY, Cause.QUEUE_FULL)
         if is_patient and not faults.options.faults and not gives_way and not is_one_too_many:
             raise Violation("S12", f"{what}: {error}, and nothing had gone wrong")
     elif answer.is_whole and answer.status == 200:
