@@ -56,12 +56,12 @@ class HostConnection(Generic[Incoming]):
         return self._session.open(await self._body())
 
     async def say(self, message: Struct) -> None:
-        """Raises ChannelClosed, also where the other end does not read: no frame can follow one that is cut."""
+        """Raises ChannelClosed, also where the other end does not read: no frame can follow one that is cut.
+
+        One after the other: frames are numbered in the order in which they are sent.
+        """
         try:
-            async with (
-                asyncio.timeout(WRITE_S),
-                self._saying,
-            ):  # frames are numbered in the order in which they are sent
+            async with asyncio.timeout(WRITE_S), self._saying:
                 if self._is_torn:
                     raise ChannelClosed("the other end does not read")
                 self._is_torn = True
