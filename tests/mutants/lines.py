@@ -6722,6 +6722,13 @@ OTHERS = (
         "async with self._saying:",
         "unit/test_hosts.py::test_a_host_that_does_not_read_is_not_waited_for",
     ),
+    Break(
+        "not_all_that_is_read_of_a_body_that_is_counted_is_in_the_document",
+        "server/api/openapi.py",
+        'paths[path] = {"post": operation(text, {"allOf": [*parts, *([said] if path in COUNTS else ())]})}',
+        'paths[path] = {"post": operation(text, {"allOf": parts})}',
+        "unit/test_openapi_schemathesis.py::test_all_that_is_read_of_a_body_that_is_counted_is_in_the_document",
+    ),
 )
 
 

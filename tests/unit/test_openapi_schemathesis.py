@@ -20,7 +20,7 @@ from schemathesis.schemas import APIOperation
 from tandem.server.api.body import ChatBody, CompletionBody
 from tandem.server.api.foreign_fields import is_asked_for
 from tandem.server.api.messages import MessagesBody
-from tandem.server.api.openapi import BEYOND_SCHEMAS, GENERATION, refused_fields
+from tandem.server.api.openapi import BEYOND_SCHEMAS, COUNTS, GENERATION, openapi_document, refused_fields, schema_of
 from tandem.server.api.responses import ResponsesBody
 
 EXAMPLES = {GenerationMode.POSITIVE: 10, GenerationMode.NEGATIVE: 5}  # the latter take longer to be made
@@ -98,3 +98,11 @@ def test_a_field_that_is_refused_may_hold_what_asks_for_nothing(kind: type[Struc
         for value in (None, False, True, -1, 0, 1, 2, "", "medium", "other", [], {}, [1]):
             is_idle = not is_asked_for(name, Raw(msgspec.json.encode(value)))
             assert (repr(value) in listed) == is_idle, f"{name}: {value!r}"
+
+
+@pytest.mark.parametrize("path", COUNTS)
+def test_all_that_is_read_of_a_body_that_is_counted_is_in_the_document(path: str) -> None:
+    """By chance a body that is made up has a field of a name that is read, and whatever in it."""
+    parts = schema_of(openapi_document("unified")["paths"][path]["post"])["allOf"]
+    named = {name for part in parts for name in part.get("properties", {})}
+    assert {"model", "bootstrap_host", "bootstrap_room", "routed_dp_rank", "rendered_at", "timeout"} <= named

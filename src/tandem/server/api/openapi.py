@@ -422,6 +422,7 @@ KEEPS_NONE = rule(
     {"kept_items": {"type": "array", "items": ITEM}},
 )
 RESPONSES, COUNT_INPUT = "/v1/responses", "/v1/responses/input_tokens"
+COUNTS = ("/v1/messages/count_tokens", COUNT_INPUT)
 WITHIN_BODIES = (StreamOptions, StructuredOutputs, NativeSampling, ReasoningConfig, ResponseStreamOptions)
 OF_PAIR = ("bootstrap_host", "bootstrap_port", "bootstrap_room")  # a router's to say, whatever a client says
 TOKENS = ("prompt", "input_ids", "tokens", "stop_token_ids", "token_ids_logprob")  # fields of ids
@@ -514,12 +515,10 @@ def openapi_document(
     for path, (kind, fields, text) in endpoints.items():
         parts = [reference(kind), with_one(fields, of="oneOf"), *still[path], *beside, refused_fields(kind)]
         paths[path] = {"post": operation(text, {"allOf": parts})}
+    said: Schema = {"properties": components["Routing"]["properties"]}  # of what is counted: read, and not needed
     for path, (kind, fields, text) in OTHERS.items():
-        paths[path] = {
-            "post": operation(
-                text, {"allOf": [reference(kind), with_one(fields, of="anyOf"), *still[path], refused_fields(kind)]}
-            )
-        }
+        parts = [reference(kind), with_one(fields, of="anyOf"), *still[path], refused_fields(kind)]
+        paths[path] = {"post": operation(text, {"allOf": [*parts, *([said] if path in COUNTS else ())]})}
     paths["/debug/faults"]["put"] = operation("Change the test hooks.", {"type": "object"})
     paths["/ping"]["post"] = operation(READS["/ping"])
     paths["/flush_cache"] = {"post": operation("Drop cached pages that nobody holds.")}
