@@ -651,7 +651,7 @@ def test_an_answer_that_is_read_again_in_time_has_all_of_that_time_again() -> No
         reader, writer = await unread(port, HEALTH)
         await until(port.write_timers)
         (timer,) = port.write_timers()
-        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        writer.transport.resume_reading()  # type: ignore[attr-defined]  # asyncio types it as one that only writes
         while not timer.cancelled():
             assert await asyncio.wait_for(reader.read(1 << 16), 20)
 

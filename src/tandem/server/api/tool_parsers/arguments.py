@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any  # schemas are JSON
 
-from tandem.server.api.tool_parsers.base import Function, loaded
+from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Function, Piece, loaded
 from tandem.server.api.tool_parsers.python_value import json_of_literal
 
 Schema = dict[str, Any]
@@ -22,6 +22,34 @@ class Argument:
     name: str
     schema: Schema
     is_required: bool
+
+
+class SpelledCall:
+    """What is the same of all readers of a call whose arguments come one by one."""
+
+    def __init__(self, index: int, opening: str) -> None:
+        self._index = index
+        self._raw = [opening]
+        self._has_arguments = False
+        self._said: list[str] = []  # JSON that nobody was told yet
+        self.name: str | None = None
+        self.is_done = self.is_broken = False
+
+    def _is(self, name: str) -> None:
+        """It is certain now that this is a call, and of which function."""
+        self.name = name
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._raw) if self.name is None else ""
+
+    def _pieces(self, *, was_named: bool) -> list[Piece]:
+        """What there is to tell since it was asked last."""
+        pieces: list[Piece] = [CallStart(self._index, self.name)] if self.name is not None and not was_named else []
+        if self._said:
+            pieces.append(CallArguments(self._index, "".join(self._said)))
+            self._said = []
+        return pieces
 
 
 def arguments_of(function: Function, name: re.Pattern[str]) -> list[Argument]:

@@ -6,11 +6,9 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from tandem.server.api.tool_parsers.arguments import arguments_of, property_of
+from tandem.server.api.tool_parsers.arguments import SpelledCall, arguments_of, property_of
 from tandem.server.api.tool_parsers.base import (
     SPACES,
-    CallArguments,
-    CallStart,
     Function,
     Literal,
     Piece,
@@ -26,26 +24,17 @@ NAME = re.compile(r"[^\s()\[\]{},;:=\"'<>]+")  # of a function or an argument
 MOST_ARGUMENTS = 32  # that a grammar lets a model make up
 
 
-class PythonCall:
+class PythonCall(SpelledCall):
     """It is one when its first value has begun, or when it ends. names: those that it may have; None: any."""
 
     def __init__(self, index: int, opening: str, names: Collection[str] | None) -> None:
-        self._index = index
+        super().__init__(index, opening)
         self._names = names
-        self._raw = [opening]
         self._at: Callable[[str, int], int] = self._in_function
         self._word: list[str] = []  # a name that is being read
         self._function = ""
         self._head = ""  # of the JSON, before the value that begins now
-        self._has_arguments = False
         self._value = PythonValue()
-        self._said: list[str] = []
-        self.name: str | None = None
-        self.is_done = self.is_broken = False
-
-    @property
-    def raw(self) -> str:
-        return "".join(self._raw) if self.name is None else ""
 
     def feed(self, text: str) -> tuple[int, list[Piece]]:
         was_named = self.name is not None
@@ -54,11 +43,7 @@ class PythonCall:
             at = self._at(text, at)
         if self.name is None:
             self._raw.append(text[:at])
-        pieces: list[Piece] = [CallStart(self._index, self.name)] if self.name is not None and not was_named else []
-        if self._said:
-            pieces.append(CallArguments(self._index, "".join(self._said)))
-            self._said = []
-        return at, pieces
+        return at, self._pieces(was_named=was_named)
 
     # each takes the text and where in it to go on, and returns where the next one does
 
@@ -98,7 +83,8 @@ class PythonCall:
     def _in_value(self, text: str, at: int) -> int:
         at = self._value.feed(text, at)
         if said := self._value.said():
-            self.name, self._has_arguments = self._function, True
+            self._is(self._function)
+            self._has_arguments = True
             self._said.append(self._head + said)
             self._head = ""
         self.is_broken = self._value.is_broken
@@ -117,7 +103,8 @@ class PythonCall:
         return at + 1
 
     def _close(self, at: int) -> int:
-        self.name, self.is_done = self._function, True
+        self._is(self._function)
+        self.is_done = True
         self._said.append("}" if self._has_arguments else "{}")
         return at + 1
 

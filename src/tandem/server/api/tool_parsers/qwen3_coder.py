@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from tandem.server.api.tool_parsers import hermes
 from tandem.server.api.tool_parsers.arguments import (
     Schema,
+    SpelledCall,
     arguments_of,
     bound_by,
     json_of,
@@ -20,8 +21,6 @@ from tandem.server.api.tool_parsers.arguments import (
 )
 from tandem.server.api.tool_parsers.base import (
     SPACES,
-    CallArguments,
-    CallStart,
     Function,
     Literal,
     Piece,
@@ -41,37 +40,24 @@ ANY_NAME = rf"/{PARAMETER}[^\x00-\x1f<>]{{1,64}}>\n/"
 MOST_ARGUMENTS = 32  # that a grammar lets a model make up
 
 
-class TaggedCall:
+class TaggedCall(SpelledCall):
     """tools: those that a call may name where no tag is before `opening`; None: any."""
 
     def __init__(self, index: int, opening: str, tools: Tools | None) -> None:
-        self._index = index
+        super().__init__(index, opening)
         self._tools = tools
         self._is_bare = opening.endswith(FUNCTION)
-        self._raw = [opening]
         self._text = ""
         self._at = self._in_name if self._is_bare else self._before_name
-        self._has_arguments = False
         self._types: set[str] = set()  # of a value
         self._value: list[str] | None = None  # one that is needed as a whole
-        self._said: list[str] = []
-        self.name: str | None = None
-        self.is_done = self.is_broken = False
-
-    @property
-    def raw(self) -> str:
-        return "".join(self._raw) if self.name is None else ""
 
     def feed(self, text: str) -> tuple[int, list[Piece]]:
         was_named = self.name is not None
         self._text = text
         while self._text and not self.is_done and not self.is_broken and self._at():
             pass
-        pieces: list[Piece] = [CallStart(self._index, self.name)] if self.name is not None and not was_named else []
-        if self._said:
-            pieces.append(CallArguments(self._index, "".join(self._said)))
-            self._said = []
-        return len(text) - len(self._text), pieces
+        return len(text) - len(self._text), self._pieces(was_named=was_named)
 
     # each takes from the front of the text, and returns False when it needs more
 
@@ -90,7 +76,8 @@ class TaggedCall:
         name, found, rest = self._text.partition(">")
         is_one = NAME.fullmatch(name) is not None
         if found and is_one and (not self._is_bare or self._tools is None or name in self._tools):
-            self.name, self._text, self._at = name, rest, self._between
+            self._is(name)
+            self._text, self._at = rest, self._between
             return True
         self.is_broken = bool(found or (name and not is_one))
         return False
