@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import MODEL, SECRET, START_S, Cluster, HttpError, bootstrap_port, eventually, halves, secret_flags
+from cluster import (
+    MODEL,
+    SECRET,
+    START_S,
+    Cluster,
+    HttpError,
+    Server,
+    Stream,
+    bootstrap_port,
+    eventually,
+    halves,
+    secret_flags,
+)
 from safetensors.numpy import load_file, save_file
 
 import tandem
@@ -23,6 +35,7 @@ from tandem.server.api.cluster_auth import signed_write
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 SOON_S = 10.0  # until prefill's half has ended, long before its deadline
+FULL_WITH_TWO = ("--max-running-requests", "1", "--max-queued-requests", "1")
 
 
 FLAGS = ("--page-size", "16", "--dtype", "float32"), ("--page-size", "32", "--dtype", "bfloat16")
@@ -132,6 +145,53 @@ def test_a_prompt_that_is_too_long_for_decode_alone_ends_the_half_of_prefill_tho
         assert refused.value.error["message"] in told["message"]
         for server in (prefill, decode):
             eventually(server.is_idle, what=server.state)
+
+
+def test_a_half_that_decode_has_no_room_for_ends_that_of_prefill_though_nobody_stands_between(tmp_path: Path) -> None:
+    """However full a half's server is, it reads whose half it refuses: prefill would wait for a minute."""
+    with halves(tmp_path, (), FULL_WITH_TWO) as (prefill, decode):
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": 53}
+        running, queued = fill(decode)
+        half = prefill.stream(PROMPT, timeout=60, **pair)
+        eventually(lambda: prefill.state()["rooms"], what=prefill.state)
+        began = time.monotonic()
+        with pytest.raises(HttpError) as refused:
+            decode.generate(PROMPT, **pair)
+        assert (refused.value.status, refused.value.error["code"]) == (503, "queue_full")
+        assert half.rest()[-1]["error"]["code"] == "peer_aborted"
+        assert time.monotonic() - began < SOON_S
+        for held in (running, queued):
+            held.close()
+        for server in (prefill, decode):
+            eventually(server.is_idle, what=server.state)
+
+
+def test_a_half_that_prefill_has_no_room_for_is_told_to_decode_which_computes_the_prompt(tmp_path: Path) -> None:
+    with halves(tmp_path, (*FULL_WITH_TWO, "--optimistic-prefill-policy", "off"), ()) as (prefill, decode):
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill)}
+        waiting = prefill.open_stream(PROMPT, timeout=60, bootstrap_room=54, **pair)
+        eventually(lambda: prefill.state()["rooms"], what=prefill.state)
+        half_sent = http.client.HTTPConnection("127.0.0.1", prefill.member.port)
+        half_sent.putrequest("POST", "/generate")
+        half_sent.putheader("Content-Length", "100")
+        half_sent.endheaders()
+        refused = prefill.generate(PROMPT, bootstrap_room=55, **pair)
+        assert refused["error"]["code"] == "queue_full", "which is behind a head that is sent early"
+        answer = decode.generate(PROMPT, timeout=20, bootstrap_room=55, **pair)
+        assert answer["meta_info"]["path"] == "fallback"
+        for held in (waiting, half_sent):
+            held.close()
+        for server in (prefill, decode):
+            eventually(server.is_idle, what=server.state)
+
+
+def fill(server: Server) -> tuple[Stream, http.client.HTTPConnection]:
+    """One that runs, and one that waits for it."""
+    running = server.stream(PROMPT, max_new_tokens=4000, sampling_params={"ignore_eos": True})
+    assert running.next() is not None
+    queued = server.open_stream(PROMPT)
+    eventually(lambda: server.metric("sglang:num_queue_reqs") == 1, what=server.state)
+    return running, queued
 
 
 def call(port: int, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:

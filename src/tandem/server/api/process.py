@@ -80,6 +80,7 @@ RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; double
 LOADING_TIMES = 3.0  # as long as the whole server took to be ready, a replica may take; doubles with each attempt
 READY_POLL_S = 0.05
 URGENT_REQUESTS = 64  # beyond those that nodes may hold, of which some may take the place of others there
+HALVES_REFUSED_BY_NODES = 256  # beyond those that nodes may hold, at once
 RECORD_S = 2.0  # for a node that hangs, to write what it did last
 EXIT_REASON_S = 1.0  # until the kernel has told how a child ended
 
@@ -303,10 +304,13 @@ class ApiProcess:
 
     def _bounds(self, refused: Callable[[float | None], object]) -> ConnectionBounds:
         """More requests than all nodes may hold would be refused by them, once their bodies were read and parsed. Only
-        the body says which of them would not be, where priorities count.
+        the body says which of them would not be, where priorities count, and whose other half waits on another server:
+        a node that refuses a half tells it, so that it does not wait for its deadline.
         """
         config = self._config
         held = config.dp_size * (config.max_running_requests + config.max_queued_requests)
+        if config.role != "unified":
+            held += HALVES_REFUSED_BY_NODES
         if config.enable_priority_scheduling:
             held += URGENT_REQUESTS
         return api_bounds(max_requests=held, write_s=config.stall_timeout, refused=refused)
