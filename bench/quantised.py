@@ -3,6 +3,8 @@
     python bench/quantised.py accuracy [MODEL_DIR] [--count 500]    held-out problems, of the bundled model unless told
     python bench/quantised.py speed [MODEL_DIR] [--decode 1 8 32]    decode steps, of a random Llama of 380M unless told
 
+fp8 is a checkpoint of e4m3 with a scale for each block of 128 by 128, made of the plain one.
+
 `speed` takes the kinds in turn and prints medians of CPU time, ratios within one round, and which share of the memory
 limit a step reaches: how long reading the bytes of the weights takes at the rate at which a sum reads them.
 """
@@ -18,7 +20,9 @@ import native
 import tokenizers
 import torch
 from conditions import conditions
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from tandem.cli.eval import MathProblem, final_number, read_problems
 from tandem.cli.model_source import find_model
@@ -30,6 +34,7 @@ from tandem.engine.weights import LoadedModel, load
 from tandem.sampling import Payload, SamplingParams
 
 KINDS = (None, "int8", "int4")
+BLOCK, LARGEST = 128, 448.0  # of fp8: outputs and inputs with one scale, and the largest number
 PAGE_SIZE = 16
 BATCH = 50  # problems that are answered together
 MOST_TOKENS = 160  # of an answer
@@ -58,10 +63,13 @@ def accuracy(options: argparse.Namespace) -> dict[str, float]:
     folder = options.model or find_model("tandem/mini")
     problems = read_problems(None)[: options.count]
     found = {}
-    for name, kind, kv_is_int8 in (*((kind or "plain", kind, False) for kind in KINDS), ("int8 KV", None, True)):
-        model = load(folder, dtype="float32", quantization=kind, kv_is_int8=kv_is_int8)
-        found[name] = share_of_right_answers(model, folder, problems)
-        print(f"{name:8s} {found[name]:.4f} of {len(problems)}", flush=True)
+    with tempfile.TemporaryDirectory() as numbers:
+        models = {kind or "plain": load(folder, dtype="float32", quantization=kind) for kind in KINDS}
+        models["fp8"] = load(in_fp8(folder, Path(numbers)), dtype="float32")
+        models["int8 KV"] = load(folder, dtype="float32", kv_is_int8=True)
+        for name, model in models.items():
+            found[name] = share_of_right_answers(model, folder, problems)
+            print(f"{name:8s} {found[name]:.4f} of {len(problems)}", flush=True)
     return found
 
 
@@ -100,13 +108,34 @@ def answers(model: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
     return [ids[: next((at for at, id in enumerate(ids) if id in model.eos_ids), None)] for ids in found]
 
 
+def in_fp8(source: Path, folder: Path) -> Path:
+    """The same model, its linear layers as `fp8` has them."""
+    tensors = load_file(source / "model.safetensors")
+    for name in [each for each in tensors if each.endswith("_proj.weight")]:
+        plain = tensors[name].float()
+        blocks = [-(-size // BLOCK) for size in plain.shape]
+        filled = functional.pad(plain, (0, blocks[1] * BLOCK - plain.shape[1], 0, blocks[0] * BLOCK - plain.shape[0]))
+        scales = filled.view(blocks[0], BLOCK, blocks[1], BLOCK).abs().amax(dim=(1, 3)) / LARGEST
+        of_rows, of_columns = (torch.arange(size) // BLOCK for size in plain.shape)
+        tensors[name] = (plain / scales[of_rows][:, of_columns]).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
 def speed(options: argparse.Namespace) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
-        path = options.model or native.random_llama(Path(folder))
+        (plain := Path(folder) / "plain").mkdir()
+        (numbers := Path(folder) / "fp8").mkdir()
+        path = options.model or native.random_llama(plain)
         models = {kind or "bfloat16": load(path, dtype="bfloat16", quantization=kind) for kind in KINDS}
+        models["fp8"] = load(in_fp8(path, numbers), dtype="bfloat16")
         for kind in KINDS[1:]:
             models[f"{kind} in rows"] = load(path, dtype="bfloat16", quantization=kind, packing_share=0.0)
         return [case(models, rows, options) for rows in options.decode]

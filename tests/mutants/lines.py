@@ -6221,7 +6221,7 @@ OTHERS = (
     Break(
         "codes_of_six_bits_take_eight",
         "engine/layers/packed.py",
-        "bits = 6 if weight.bits == 8 and _fit_six_bits(weight.codes.view(torch.int8)) else weight.bits",
+        "bits = 6 if _fit_six_bits(weight) else weight.bits",
         "bits = weight.bits",
         "unit/test_native_packed_codes.py::test_codes_take_six_bits_where_all_of_them_fit",
     ),
@@ -6235,16 +6235,16 @@ OTHERS = (
     Break(
         "numbers_of_8_bits_have_one_scale",
         "engine/quantized_formats.py",
-        "return numbers.float() * self.scales[of_outputs][:, of_inputs]",
-        "return numbers.float() * self.scales[:1, :1]",
-        "e2e_cpu/test_quantized_checkpoints.py::test_numbers_of_8_bits_become_the_weights_that_they_are_scaled_to",
+        "codes, scales = self.numbers[rows, columns], self.scales[of_outputs][:, of_groups]",
+        "codes, scales = self.numbers[rows, columns], self.scales[of_outputs * 0][:, of_groups * 0]",
+        "e2e_cpu/test_quantized_checkpoints.py::test_numbers_of_8_bits_compute_what_they_are_scaled_to",
     ),
     Break(
         "blocks_of_numbers_are_rows",
         "engine/quantization.py",
         'block = _block(said, "weight_block_size") if said.has("weight_block_size") else None',
         "block = None",
-        "e2e_cpu/test_quantized_checkpoints.py::test_numbers_of_8_bits_become_the_weights_that_they_are_scaled_to",
+        "e2e_cpu/test_quantized_checkpoints.py::test_numbers_of_8_bits_compute_what_they_are_scaled_to",
     ),
     Break(
         "scales_of_activations_belong_to_another_model",
@@ -6735,6 +6735,27 @@ OTHERS = (
         "            held += HALVES_REFUSED_BY_NODES",
         "            held += 0",
         "e2e_cpu/test_pd_refusals.py::test_a_half_that_decode_has_no_room_for_ends_that_of_prefill_though_nobody_stands_between",
+    ),
+    Break(
+        "numbers_of_8_bits_are_taken_for_codes_of_six",
+        "engine/layers/packed.py",
+        "    if weight.bits != 8 or weight.is_float8:",
+        "    if weight.bits != 8:",
+        "unit/test_native_packed_codes.py::test_numbers_take_eight_bits_however_small",
+    ),
+    Break(
+        "blocks_of_numbers_are_cut_as_if_they_were_whole",
+        "engine/quantized_formats.py",
+        "            group = math.gcd(self.block[1], start, 0 if stop == inputs else stop)",
+        "            group = self.block[1]",
+        "e2e_cpu/test_quantized_checkpoints.py::test_numbers_of_8_bits_compute_what_they_are_scaled_to",
+    ),
+    Break(
+        "what_is_no_number_is_computed_with",
+        "engine/quantized_formats.py",
+        "        if bool((codes.view(torch.uint8) & SIZE == SIZE).any()):",
+        "        if False:",
+        "e2e_cpu/test_quantized_checkpoints.py::test_numbers_of_8_bits_stay_what_they_are",
     ),
 )
 

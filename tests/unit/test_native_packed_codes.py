@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from quantized_weights import SHAPES, SIXTEENS, drawn
+from quantized_weights import NUMBERS, SHAPES, SIXTEENS, drawn, drawn_codes, drawn_numbers
 from tandem.engine.layers.packed import PackedCodes
 from tandem.engine.layers.product import product
 from tandem.engine.layers.quantized import QuantizedWeight
 from tandem.engine.native import library
 
 VARIANTS = library.available()
-KINDS = ((8, False), (8, True), (6, False), (6, True), (4, False), (4, True))  # bits, and whether there are offsets
+# Bits, and whether there are offsets
+KINDS = ((8, False), (8, True), (6, False), (6, True), (4, False), (4, True), (NUMBERS, False))
 MORE_SHAPES = (
     (3, 40, 700, 192),
     (14, 66, 520, 512),
@@ -21,9 +22,9 @@ MORE_SHAPES = (
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def cases(draw: torch.Generator, bits: int, offsets: bool) -> list[tuple[int, QuantizedWeight, torch.Tensor]]:
+def cases(draw: torch.Generator, bits: int | str, offsets: bool) -> list[tuple[int, QuantizedWeight, torch.Tensor]]:
     """Rows, a weight, and what it stands for in fp64."""
-    shapes = SHAPES + MORE_SHAPES + (SIXTEENS if bits > 4 and not offsets else ())
+    shapes = SHAPES + MORE_SHAPES + (SIXTEENS if bits != 4 and not offsets else ())
     return [
         (rows, *drawn(draw, outputs, inputs, bits=bits, group=group, offsets=offsets))
         for rows, outputs, inputs, group in shapes
@@ -34,7 +35,7 @@ def cases(draw: torch.Generator, bits: int, offsets: bool) -> list[tuple[int, Qu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
-    name: str, dtype: torch.dtype, bits: int, offsets: bool, draw: torch.Generator
+    name: str, dtype: torch.dtype, bits: int | str, offsets: bool, draw: torch.Generator
 ) -> None:
     kernels = library.opened(name)
     for rows, weight, exact in cases(draw, bits, offsets):
@@ -63,7 +64,7 @@ def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
 @pytest.mark.parametrize(("bits", "offsets"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_libraries_of_one_order_give_the_same_bits(
-    dtype: torch.dtype, bits: int, offsets: bool, draw: torch.Generator
+    dtype: torch.dtype, bits: int | str, offsets: bool, draw: torch.Generator
 ) -> None:
     first, other = (library.opened(name) for name in library.ONE_ORDER)
     for rows, weight, _ in cases(draw, bits, offsets):
@@ -75,20 +76,17 @@ def test_libraries_of_one_order_give_the_same_bits(
 
 @pytest.mark.parametrize(("bits", "offsets"), KINDS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_weight_is_not_rounded_to_bf16(name: str, bits: int, offsets: bool, draw: torch.Generator) -> None:
+def test_a_weight_is_not_rounded_to_bf16(name: str, bits: int | str, offsets: bool, draw: torch.Generator) -> None:
     """Sums of whole numbers that bf16 holds, with scales and offsets that it does not hold, are exact."""
     kernels = library.opened(name)
     if (name, torch.bfloat16) in library.CODES_IN_ROWS:
         pytest.skip("codes become weights in bf16 there")
     group, outputs, inputs = 32, 40, 96
-    half = 1 << (bits - 1)
-    codes = torch.randint(-half, half, (outputs, inputs), dtype=torch.int8, generator=draw)
+    codes = drawn_numbers(draw, outputs, inputs) if isinstance(bits, str) else drawn_codes(draw, outputs, inputs, bits)
     scales = 1 + torch.randint(1, 1 << 10, (outputs, 1), generator=draw).repeat(1, inputs // group) / (1 << 10)
     added = torch.randint(1, 1 << 11, (outputs, 1), generator=draw).repeat(1, inputs // group) / (1 << 11)
     packed = PackedCodes.of(
-        QuantizedWeight.of(
-            codes, scales, added if offsets else None, bits=max(bits, 4) if bits != 6 else 8, group=group
-        ),
+        QuantizedWeight.of(codes, scales, added if offsets else None, bits=4 if bits == 4 else 8, group=group),
         kernels,
         torch.bfloat16,
     )
@@ -105,14 +103,17 @@ def test_a_weight_is_not_rounded_to_bf16(name: str, bits: int, offsets: bool, dr
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_codes_are_found_again(
-    name: str, dtype: torch.dtype, bits: int, offsets: bool, draw: torch.Generator
+    name: str, dtype: torch.dtype, bits: int | str, offsets: bool, draw: torch.Generator
 ) -> None:
     kernels = library.opened(name)
     for _, weight, _ in cases(draw, bits, offsets):
         packed = PackedCodes.of(weight, kernels, dtype)
 
         assert packed.shape == weight.shape
-        assert packed.bits == bits or weight.shape[0] * weight.shape[1] < 100, "codes of 8 bits may be small by chance"
+        wanted = 8 if bits == NUMBERS else bits
+        assert packed.bits == wanted or weight.shape[0] * weight.shape[1] < 100, (
+            "codes of 8 bits may be small by chance"
+        )
         assert torch.equal(packed.plain(torch.float32), weight.plain(torch.float32))
         first = weight.shape[0] // 3
         rows = weight.plain(torch.bfloat16, first=first)
@@ -149,6 +150,16 @@ def test_codes_take_six_bits_where_all_of_them_fit(code: int, bits: int) -> None
     packed = PackedCodes.of(weight, library.opened(VARIANTS[0]), torch.bfloat16)
 
     assert packed.bits == bits
+    assert torch.equal(packed.plain(torch.float32), codes.float())
+
+
+@pytest.mark.skipif(not VARIANTS, reason="no libraries")
+def test_numbers_take_eight_bits_however_small() -> None:
+    codes = torch.full((5, 64), 2.0**-9).to(torch.float8_e4m3fn)
+    weight = QuantizedWeight.of(codes, torch.ones(5, 2), None, bits=8, group=32)
+    packed = PackedCodes.of(weight, library.opened(VARIANTS[0]), torch.bfloat16)
+
+    assert packed.bits == 8
     assert torch.equal(packed.plain(torch.float32), codes.float())
 
 

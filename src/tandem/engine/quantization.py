@@ -6,8 +6,8 @@
     fp8                  numbers of 8 bits with a scale for each block of outputs and inputs, or for all of them
     gguf                 8 or 4 bits, layer by layer: of the directory that a GGUF file becomes
 
-Numbers of 8 bits become plain weights. Activations stay as they are, whatever a checkpoint would have them rounded to:
-that is nearer to the model that it was made of. What of weights is not computed is refused here, by name.
+Activations stay as they are, whatever a checkpoint would have them rounded to: that is nearer to the model that it was
+made of. What of weights is not computed is refused here, by name.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from tandem.logtext import shown
 
 MOST_GROUP = 1 << 20
 LEAST_GROUP = 32  # inputs that the kernels take at once
+SMALL_GROUP = 16  # of 8 bits
 GPTQ, GPTQ_V2 = "gptq", "gptq_v2"
 PACKED, BYTES, NUMBERS = "pack-quantized", "int-quantized", "float-quantized"
 WHERE = "config.json: quantization_config"
@@ -38,7 +39,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class NumberQuantization(Quantization):
-    """Numbers (e4m3), and no codes."""
+    """Codes are numbers of 8 bits, e4m3."""
 
     block: tuple[int, int] | None = None  # outputs and inputs with one scale; None: each output has one
 
@@ -142,9 +143,10 @@ def _fp8(said: Fields) -> Quantization:
 def _block(said: Fields, name: str) -> tuple[int, int]:
     match said.values.get(name):
         case [int(outputs), int(inputs)] if min(outputs, inputs) > 0 and max(outputs, inputs) <= MOST_GROUP:
-            return outputs, inputs
-        case other:
-            raise _refused(name, other, "two whole numbers are, of outputs and inputs")
+            if inputs % LEAST_GROUP == 0 or inputs == SMALL_GROUP:
+                return outputs, inputs
+    what_is = f"whole numbers of outputs and of inputs are, these multiples of {LEAST_GROUP}, or {SMALL_GROUP}"
+    raise _refused(name, said.values.get(name), what_is)
 
 
 def _bits(said: Fields, name: str, known: tuple[int, ...]) -> int:

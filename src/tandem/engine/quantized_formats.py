@@ -10,7 +10,7 @@
            weight        [outputs, inputs] int8          of `int-quantized`
            weight_scale  [outputs, groups], or one of all, weight_shape [2]
     fp8, and compressed-tensors `float-quantized`
-           weight        [outputs, inputs] e4m3, becomes plain
+           weight        [outputs, inputs] e4m3
            weight_scale, weight_scale_inv   [outputs, 1], or one of each block, or one of all
     gguf   codes [outputs, bytes], of 8 bits int8, of 4 uint8, scales and perhaps offsets [outputs, groups] fp32:
            `QuantizedWeight` as it is computed with, so it is mapped; the group follows from the shapes. What a GGUF
@@ -20,6 +20,7 @@ Of the others a weight is (code - zero) * scale. Codes are kept signed; a zero t
 exactly where scales are stored in 16 bits. What stands there for activations is not computed with.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +35,7 @@ from tandem.logtext import shown
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which four bits of a word each of eight outputs is
 FLOATS = ("F32", "BF16", "F16")
 FLOAT8 = "F8_E4M3"
+SIZE = 127  # of such a number, without its sign; all of these bits are set of what is no number
 ONE = ((), (1,), (1, 1))  # shapes of a scale of all
 GGUF_CONFIG = {"quant_method": "gguf"}  # of config.json
 CODES = ".codes"  # ends the names of such codes
@@ -109,21 +111,28 @@ class MappedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainLinear:
-    """A whole layer of numbers that are a part of the plain ones."""
+class NumberLinear:
+    """A whole layer of numbers, whose blocks are of several outputs."""
 
-    numbers: Tensor  # [outputs, inputs]
+    numbers: Tensor  # [outputs, inputs] e4m3
     scales: Tensor  # [blocks of outputs, blocks of inputs] fp32
     block: tuple[int, int]
 
-    def part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """fp32"""
-        numbers = self.numbers[rows, columns]
-        of_outputs, of_inputs = (
-            torch.arange(size)[part] // block
-            for size, part, block in zip(self.numbers.shape, (rows, columns), self.block, strict=True)
-        )
-        return numbers.float() * self.scales[of_outputs][:, of_inputs]
+    def part(self, name: str, rows: slice, columns: slice) -> QuantizedWeight:
+        """A block that is cut gives smaller groups, of the same scale."""
+        outputs, inputs = self.numbers.shape
+        start, stop, _ = columns.indices(inputs)
+        of_outputs, of_groups = torch.arange(outputs)[rows] // self.block[0], torch.zeros(1, dtype=torch.int64)
+        group = -(-(stop - start) // LEAST_GROUP) * LEAST_GROUP
+        if self.scales.shape[1] > 1:
+            group = math.gcd(self.block[1], start, 0 if stop == inputs else stop)
+            if group % LEAST_GROUP != 0 and group != SMALL_GROUP:
+                refuse_cut_groups(name, columns, inputs=inputs, group=self.block[1])
+            of_groups = torch.arange(start, stop, group) // self.block[1]
+        codes, scales = self.numbers[rows, columns], self.scales[of_outputs][:, of_groups]
+        if bool((codes.view(torch.uint8) & SIZE == SIZE).any()):
+            raise ModelError(f"{name}.weight holds what is no number; choose another checkpoint")
+        return QuantizedWeight.of(codes, scales, None, bits=8, group=group)
 
 
 def gguf_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -145,7 +154,7 @@ def refuse_cut_groups(name: str, columns: slice, *, inputs: int, group: int) -> 
 
 def read_quantized(
     scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int
-) -> StoredLinear | MappedLinear | PlainLinear:
+) -> StoredLinear | MappedLinear | NumberLinear:
     """Raises ModelError where tensors are missing or have other shapes than the scheme says."""
     for kind in OF_ACTIVATIONS:
         if tensors.has(kind):
@@ -214,14 +223,14 @@ def _compressed(scheme: Quantization, tensors: StoredTensors, outputs: int, inpu
     return StoredLinear(codes, scales, None, bits, group)
 
 
-def _numbers(scheme: NumberQuantization, tensors: StoredTensors, outputs: int, inputs: int) -> PlainLinear:
+def _numbers(scheme: NumberQuantization, tensors: StoredTensors, outputs: int, inputs: int) -> NumberLinear:
     numbers = tensors.take("weight", outputs, inputs, dtypes=(FLOAT8,))
     kind = "weight_scale_inv" if tensors.has("weight_scale_inv") else "weight_scale"
     is_one = tensors.shape(kind) in ONE
     block = (outputs, inputs) if is_one else scheme.block or (1, inputs)
     blocks = -(-outputs // block[0]), -(-inputs // block[1])
     scales = tensors.take(kind, *(tensors.shape(kind) if is_one else blocks), dtypes=FLOATS)
-    return PlainLinear(numbers, scales.float().view(blocks), block)
+    return NumberLinear(numbers, scales.float().view(blocks), block)
 
 
 def _gguf(tensors: StoredTensors, outputs: int, inputs: int) -> MappedLinear:

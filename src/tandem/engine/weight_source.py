@@ -109,8 +109,7 @@ class WeightSource:
         stored = read_quantized(scheme, tensors, outputs, inputs)
         if not self._has_data:
             return torch.empty(0)
-        part = stored.part(name, rows, columns)
-        return part.to(self.dtype) if isinstance(part, Tensor) else part
+        return stored.part(name, rows, columns)
 
     def everything(self) -> dict[str, Tensor]:
         names = self._checkpoint.names()

@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 READABLE_CHARS = 64  # a field of a layout is short
 WHOLE_MODEL = Shard(0, 1)
 PACKING_SHARE = 0.25  # of the memory of the machine, for all engines on it that are known of
-STORED_BITS = {"I32": 32, "I8": 8, "U8": 8}  # of tensors that are codes
+STORED_BITS = {"I32": 32, "I8": 8, "U8": 8, FLOAT8: 8}  # of tensors that are codes
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ENCODER_EMBEDDING = "bert.embeddings.word_embeddings.weight"
 # Angles that older checkpoints store; they follow from config.json, and transformers ignores them too.
@@ -247,7 +247,7 @@ def _bytes_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, quantizatio
     bits = 8 * dtype.itemsize
     if quantization is not None and quantization.is_made_here and len(shape) == 2 and ".layers." in name:
         bits = quantization.bits + 1  # scales are less than a bit
-    elif checkpoint.dtype_of(name) not in (*STORED, FLOAT8):
+    elif checkpoint.dtype_of(name) not in STORED:
         bits = STORED_BITS.get(checkpoint.dtype_of(name), 64)
     return math.prod(shape) * bits // 8
 

@@ -57,6 +57,10 @@ class PackedWeight(Packed):
         return 0
 
     @property
+    def is_float8(self) -> bool:
+        return False
+
+    @property
     def has_offsets(self) -> bool:
         return False
 
@@ -80,6 +84,7 @@ class PackedCodes(Packed):
     shape: tuple[int, int]  # outputs, inputs
     bits: int  # 8, 6 where eight need no more, or 4
     group: int
+    is_float8: bool
     has_offsets: bool
     unit: float  # whose multiples scales and offsets are, as fp16; 0: they are fp32
 
@@ -88,11 +93,12 @@ class PackedCodes(Packed):
         """weight: codes in rows, [outputs, inputs]; dtype: that is computed with"""
         assert weight.scales is not None
         together, (outputs, inputs) = library.PACKED_MULTIPLE, weight.shape
-        bits = 6 if weight.bits == 8 and _fit_six_bits(weight.codes.view(torch.int8)) else weight.bits
+        bits = 6 if _fit_six_bits(weight) else weight.bits
         unit = unit_of(weight.scales, weight.offsets) if dtype == torch.bfloat16 else 0.0
         head = (1 + weight.has_offsets) * (2 if unit else 4) * together
         size = (-(-outputs // together), -(-inputs // weight.group), head + weight.group * together * bits // 8)
-        packed = cls(torch.empty(size, dtype=torch.uint8), weight.shape, bits, weight.group, weight.has_offsets, unit)
+        kind = (bits, weight.group, weight.is_float8, weight.has_offsets, unit)
+        packed = cls(torch.empty(size, dtype=torch.uint8), weight.shape, *kind)
         kernels.pack_codes(weight, packed)
         return packed
 
@@ -119,7 +125,8 @@ class PackedCodes(Packed):
         """[blocks, groups, bytes] uint8 to [blocks, groups, outputs of a block, inputs of a group]"""
         together, (blocks, groups, _) = library.PACKED_MULTIPLE, codes.shape
         if self.bits == 8:
-            pairs = codes.view(torch.int8).view(blocks, groups, -1, together, 2)
+            kind = torch.float8_e4m3fn if self.is_float8 else torch.int8
+            pairs = codes.view(kind).view(blocks, groups, -1, together, 2)
             return pairs.transpose(2, 3).reshape(blocks, groups, together, self.group)
         lines = codes.view(blocks, groups, self.group // TOGETHER, -1, together, 2).to(torch.int32)
         words = lines[..., 0] | lines[..., 1] << 8
@@ -138,6 +145,9 @@ def unit_of(*factors: Tensor | None) -> float:
     return math.ldexp(1.0, max(math.frexp(largest)[1] - HALF_EXPONENT, LEAST_EXPONENT))
 
 
-def _fit_six_bits(codes: Tensor) -> bool:
-    least, most = codes.aminmax()
+def _fit_six_bits(weight: library.Codes) -> bool:
+    """Of codes in rows of 8 bits"""
+    if weight.bits != 8 or weight.is_float8:
+        return False
+    least, most = weight.codes.view(torch.int8).aminmax()
     return bool(least >= -32) and bool(most < 32)

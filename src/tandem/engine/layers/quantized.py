@@ -2,6 +2,8 @@
 
     weight[n, k] = codes[n, k] * scales[n, k // group] + offsets[n, k // group]
 
+Codes are whole numbers, or numbers of 8 bits (e4m3), which have no offsets.
+
 Where codes lie in rows that is rounded once, to the type that is computed with: the weight is made row by row before it
 is multiplied, and has the bits of the plain weight it stands for. Where they are packed (`packed.py`) codes are
 multiplied, or weights in fp32: these are not rounded, but beside bf16 scales and offsets are, to fp16.
@@ -22,6 +24,7 @@ from tandem.engine.native import library
 LEAST_GROUP = 32  # inputs; larger groups are multiples of it, the last one of a row may be shorter
 SMALL_GROUP = 16  # which 8 bits may have, too
 PACKED_INPUTS = 128
+FLOAT8 = torch.float8_e4m3fn
 GROUPS = {8: 64, 4: 32}  # of weights that are quantised when they are loaded, by bits
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)  # scales that are tried: the largest weight of a group need not be the best one
 
@@ -34,15 +37,18 @@ class QuantizedWeight:
     bits: int  # 8 or 4
     group: int
     inputs: int
+    is_float8: bool = False
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, offsets: Tensor | None, *, bits: int, group: int) -> "QuantizedWeight":
-        """codes: [outputs, inputs] int8, -8 .. 7 where they have 4 bits"""
+        """codes: [outputs, inputs] int8, -8 .. 7 where they have 4 bits; or e4m3, all of them numbers"""
         assert group % LEAST_GROUP == 0 or (bits == 8 and group == SMALL_GROUP), "a group fills whole vectors"
         assert scales.shape[1] * group >= codes.shape[1] > (scales.shape[1] - 1) * group
         packed = codes.contiguous().view(torch.uint8) if bits == 8 else _packed(codes)
         added = None if offsets is None else offsets.float().contiguous()
-        return cls(packed, scales.float().contiguous(), added, bits, group, codes.shape[1])
+        is_float8 = codes.dtype == FLOAT8
+        assert not is_float8 or (bits == 8 and offsets is None)
+        return cls(packed, scales.float().contiguous(), added, bits, group, codes.shape[1], is_float8)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,9 +76,11 @@ class QuantizedWeight:
         return sum(each.nbytes for each in self.tensors)
 
     def signed_codes(self, rows: slice = slice(None)) -> Tensor:
-        """[rows, inputs] int8"""
+        """[rows, inputs] int8 or e4m3"""
         some = self.codes[rows]
-        return some.view(torch.int8) if self.bits == 8 else _unpacked(some, self.inputs)
+        if self.bits == 8:
+            return some.view(FLOAT8 if self.is_float8 else torch.int8)
+        return _unpacked(some, self.inputs)
 
     def plain(self, dtype: torch.dtype, *, first: int = 0, count: int | None = None) -> Tensor:
         """Rows [first, first + count), [count, inputs]; by torch"""

@@ -66,6 +66,8 @@ class Codes(Protocol):
     @property
     def group(self) -> int: ...
     @property
+    def is_float8(self) -> bool: ...
+    @property
     def is_packed(self) -> bool: ...
     @property
     def has_offsets(self) -> bool: ...
@@ -79,7 +81,7 @@ class LinearView(Structure):
     _fields_ = [
         *(("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)),
         *(("scales", c_void_p), ("offsets", c_void_p), ("bits", c_int64), ("group", c_int64)),
-        *(("is_packed", c_int64), ("has_offsets", c_int64), ("unit", c_double)),
+        *(("is_float8", c_int64), ("is_packed", c_int64), ("has_offsets", c_int64), ("unit", c_double)),
     ]
 
     @classmethod
@@ -90,8 +92,8 @@ class LinearView(Structure):
             assert weight.is_contiguous()
             return cls(weight.data_ptr(), at_bias, *weight.shape)
         scales, offsets = (None if each is None else each.data_ptr() for each in (weight.scales, weight.offsets))
-        values = (scales, offsets, weight.bits, weight.group, weight.is_packed, weight.has_offsets, weight.unit)
-        return cls(weight.codes.data_ptr(), at_bias, *weight.shape, *values)
+        kind = (weight.bits, weight.group, weight.is_float8, weight.is_packed, weight.has_offsets, weight.unit)
+        return cls(weight.codes.data_ptr(), at_bias, *weight.shape, scales, offsets, *kind)
 
 
 class LayerView(Structure):

@@ -3,7 +3,7 @@
 //
 //     [ceil(outputs / BLOCK)][groups] { scales[BLOCK]; offsets[BLOCK]; codes of `group` inputs }
 //
-//     8 bits      a byte each: of every pair of inputs those of all outputs, [group / 2][BLOCK][2]
+//     8 bits      a byte each, int8 or float8: of every pair of inputs those of all outputs, [group / 2][BLOCK][2]
 //     4 bits      two pairs are a line of the cache, 32 words of 16 bits: of word j the bits from 4 * i on are of pair
 //                 i / 2, of output 16 * (i % 2) + j / 2 and input j % 2
 //     6 bits      four pairs are three lines: the lowest four bits of each code, as above, and a line of the other two,
@@ -71,13 +71,15 @@ struct GroupsOfBlock {
 inline int64_t input_sums_size(int64_t inputs) { return ceil_div(inputs, PAIRED_INPUTS); }
 
 // Input k of a lane, of the codes of CODED_TOGETHER inputs
-inline int code_at(const Linear& layer, const char* codes, int64_t k, int64_t lane) {
-    if (layer.bits == 8) return ((const int8_t*)codes)[(k / 2 * BLOCK + lane) * 2 + k % 2];
+inline float code_at(const Linear& layer, const char* codes, int64_t k, int64_t lane) {
+    const int64_t byte = (k / 2 * BLOCK + lane) * 2 + k % 2;
+    if (layer.is_float8) return to_float(((const float8*)codes)[byte]);
+    if (layer.bits == 8) return ((const int8_t*)codes)[byte];
     const uint16_t* words = (const uint16_t*)codes + lane % LANES * 2 + k % 2;
     const int64_t i = k / 2 * 2 + lane / LANES;
     const int low = words[i / 4 * BLOCK] >> (i % 4 * 4) & 15;
-    if (layer.bits == 4) return (low ^ 8) - 8;
-    return ((low | (words[2 * BLOCK] >> (2 * i) & 3) << 4) ^ 32) - 32;
+    if (layer.bits == 4) return float((low ^ 8) - 8);
+    return float(((low | (words[2 * BLOCK] >> (2 * i) & 3) << 4) ^ 32) - 32);
 }
 
 // Row n of such a weight, to [inputs]: with scales of fp32 it is what codes in rows give.
@@ -92,8 +94,8 @@ inline void unpack_codes(const Linear& layer, int64_t n, T* to) {
         if (layer.has_offsets) store(offsets, groups.offsets(lane / LANES));
         for (int64_t k = 0; k < std::min(layer.group, layer.inputs - first); k++) {
             const char* codes = groups.codes + coded_bytes(layer, k / CODED_TOGETHER * CODED_TOGETHER);
-            const int code = code_at(layer, codes, k % CODED_TOGETHER, lane);
-            set(to[first + k], std::fma(float(code), scales[lane % LANES], offsets[lane % LANES]));
+            const float code = code_at(layer, codes, k % CODED_TOGETHER, lane);
+            set(to[first + k], std::fma(code, scales[lane % LANES], offsets[lane % LANES]));
         }
     }
 }

@@ -160,8 +160,10 @@ inline void products_of_codes(const X* x, int rows, const Linear& layer, int64_t
         const Ahead ahead(codes, next, BLOCK * row, outputs_ahead<X>(rows, BLOCK, layer.inputs) * row, source.STEPS);
         products_of<EXPANDED_ROWS<X, T>>(x, rows, rows, source, BLOCK, layer.inputs, ahead, sums);
     };
-    if (layer.bits == 8)
-        layer.offsets ? of(EightBits<X, T, true>{layer, n}) : of(EightBits<X, T, false>{layer, n});
+    if (layer.is_float8)
+        of(EightBits<X, T, float8, false>{layer, n});
+    else if (layer.bits == 8)
+        layer.offsets ? of(EightBits<X, T, int8_t, true>{layer, n}) : of(EightBits<X, T, int8_t, false>{layer, n});
     else
         of(FourBits<X, T>{layer, n});
 }

@@ -34,6 +34,28 @@ struct EightBitCodes {
     }
 };
 
+// The bits of a number of bf16 but for the bias of the exponent; those that have no leading one are looked up.
+struct Float8Codes {
+    static constexpr int64_t BYTES = CODED_TOGETHER * BLOCK;
+    __m512i least;  // looked up by five bits
+
+    Float8Codes() {
+        alignas(64) bf16 some[32];
+        for (int i = 0; i < 32; i++) some[i] = to_bf16(to_float(float8{uint8_t(i)}));
+        least = _mm512_load_si512(some);
+    }
+    __m512bh read(const char* at, int i) const {
+        constexpr int SECOND_WHERE_SET = 0xd8;
+        const __m512i words = _mm512_cvtepi8_epi16(_mm256_load_si256((const __m256i*)at + i));
+        const __m512i size = _mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(0x7f0));
+        const __m512i normal = _mm512_add_epi16(size, _mm512_set1_epi16(120 << 7));
+        const __mmask32 is_least = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(15 << 3));
+        const __m512i found = _mm512_mask_permutexvar_epi16(normal, is_least, words, least);
+        const __m512i sign = _mm512_set1_epi16(short(1u << 15));
+        return (__m512bh)_mm512_ternarylogic_epi32(found, words, sign, SECOND_WHERE_SET);
+    }
+};
+
 struct FourBitCodes {
     static constexpr int64_t BYTES = CODED_TOGETHER * BLOCK / 2;
     __m512i values;  // twice: a lookup takes five bits
@@ -216,6 +238,7 @@ inline void products_packed_codes(const bf16* x, const float* of, int rows, int 
                                  SixteenBits(), inputs, layer, ahead, sums + m * BLOCK);
         }
     };
+    if (layer.is_float8) return with(Float8Codes());
     if (layer.bits == 4) return with(FourBitCodes());
     layer.bits == 6 ? with(SixBitCodes()) : with(EightBitCodes());
 }

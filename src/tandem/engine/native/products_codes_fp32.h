@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "ahead.h"
 #include "packed_codes.h"
@@ -31,6 +30,7 @@ inline I16 with_highest_two(I16 a, I16 two) {
     return {_mm512_ternarylogic_epi32(a.v, two.v, _mm512_set1_epi32(int(3u << 30)), SECOND_WHERE_SET)};
 }
 inline F16 highest(I16 a, int bits) { return {_mm512_cvtepi32_ps(_mm512_srai_epi32(a.v, 32 - bits))}; }  // signed
+inline F16 lowest_float8(I16 a) { return from_float8(a.v); }
 
 #else
 
@@ -57,6 +57,7 @@ inline I16 with_highest_two(I16 x, I16 two) { return {with_highest_two(x.a, two.
 inline F16 highest(I16 x, int bits) {
     return {_mm256_cvtepi32_ps(_mm256_srai_epi32(x.a, 32 - bits)), _mm256_cvtepi32_ps(_mm256_srai_epi32(x.b, 32 - bits))};
 }
+inline F16 lowest_float8(I16 x) { return {from_float8(x.a), from_float8(x.b)}; }
 
 #endif
 
@@ -70,11 +71,20 @@ struct Factors {
     F16 operator()(F16 code) const { return fma(code, scale, offset); }
 };
 
+// What codes are: whole numbers of so many bits, or float8
+template <int MANY, bool ARE_FLOAT8 = false>
+struct CodesOf {
+    static constexpr int BITS = MANY;
+    static constexpr bool IS_FLOAT8 = ARE_FLOAT8;
+};
+
 // Input i of CODED_TOGETHER, whose codes begin at `at`, of a half of the outputs
-template <int BITS>
+template <class Codes>
 __attribute__((always_inline)) inline F16 code_of(const char* at, int i, int half) {
+    constexpr int BITS = Codes::BITS;
     if constexpr (BITS == 8) {
         const I16 words = load_words(at + (i / 2 * 2 + half) * BLOCK);  // two inputs each
+        if constexpr (Codes::IS_FLOAT8) return lowest_float8(shifted(words, i % 2 ? -8 : 0));
         return highest(shifted(words, i % 2 ? 16 : 24), 8);
     }
     const int word = i % 2 * 16, part = i / 2 * 2 + half;
@@ -86,10 +96,10 @@ __attribute__((always_inline)) inline F16 code_of(const char* at, int i, int hal
 }
 
 // Inputs [begin, end) of a block, and those behind the end up to a sixteenth
-template <int BITS, class Take>
+template <class Codes, class Take>
 __attribute__((always_inline)) inline void plain_part(const char* block, int64_t begin, int64_t end, const Linear& layer,
                                                       Ahead& ahead, const Take& take) {
-    constexpr int BYTES = CODED_TOGETHER * BLOCK * BITS / 8;
+    constexpr int BYTES = CODED_TOGETHER * BLOCK * Codes::BITS / 8;
     GroupsOfBlock groups(layer, block, begin);
     Factors factors[2];
     auto enter = [&] {
@@ -108,7 +118,7 @@ __attribute__((always_inline)) inline void plain_part(const char* block, int64_t
         for (int i = 0; i < CODED_TOGETHER; i++)
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++)
-                take(k + i, half, factors[half](code_of<BITS>(groups.codes, i, half)));
+                take(k + i, half, factors[half](code_of<Codes>(groups.codes, i, half)));
         groups.codes += BYTES;
     }
     ahead = fetched;
@@ -187,11 +197,11 @@ inline void micro_plain_rows(const float* x, int rows, const Places& places, con
 }
 
 // One row, whose weights are multiplied as soon as they are made. x: of the first input
-template <int BITS>
+template <class Codes>
 __attribute__((noinline)) void micro_one(const float* x, const Places& places, const char* block, const Linear& layer,
                                          Ahead& ahead, float* sums) {
     F16 acc[2] = {zeros(), zeros()};
-    plain_part<BITS>(block, 0, layer.inputs, layer, ahead, [&](int64_t k, int half, F16 weight) __attribute__((always_inline)) {
+    plain_part<Codes>(block, 0, layer.inputs, layer, ahead, [&](int64_t k, int half, F16 weight) __attribute__((always_inline)) {
         const float value = x[k / LANES * places.sixteenth + places.of[k % LANES]];
         acc[half] = fma(weight, all(value), acc[half]);
     });
@@ -200,15 +210,15 @@ __attribute__((noinline)) void micro_one(const float* x, const Places& places, c
 }
 
 // x: tiles of `tile` rows; weight: a block; next: the one that comes then, or null; sums: [rows][BLOCK]
-template <class T, int BITS>
-inline void products_of_bits(const float* x, int rows, int tile, const char* weight, const Linear& layer, Ahead ahead,
+template <class T, class Codes>
+inline void products_of_packed(const float* x, int rows, int tile, const char* weight, const Linear& layer, Ahead ahead,
                              float* sums) {
-    if (rows == 1) return micro_one<BITS>(x, places<T>(1, layer.inputs), weight, layer, ahead, sums);
+    if (rows == 1) return micro_one<Codes>(x, places<T>(1, layer.inputs), weight, layer, ahead, sums);
     std::memset(sums, 0, rows * BLOCK * sizeof(float));
     alignas(64) float plain[PLAIN_INPUTS][BLOCK];
     for (int64_t k = 0; k < layer.inputs; k += PLAIN_INPUTS) {
         const int64_t end = std::min(layer.inputs, k + PLAIN_INPUTS);
-        plain_part<BITS>(weight, k, end, layer, ahead, [&](int64_t input, int half, F16 some) __attribute__((always_inline)) {
+        plain_part<Codes>(weight, k, end, layer, ahead, [&](int64_t input, int half, F16 some) __attribute__((always_inline)) {
             store(plain[input - k] + half * LANES, some);
         });
         for (int m = 0; m < rows; m += tile) {
@@ -225,9 +235,10 @@ inline void products_packed_codes(const float* x, const float*, int rows, int ti
                                   const Linear& layer, const char* next, float* sums) {
     const int64_t bytes = packed_codes_bytes(layer);
     const Ahead ahead(weight, next, bytes, std::min(NEAR_BYTES, bytes), 1);
-    const auto with = [&](auto bits) { products_of_bits<T, bits>(x, rows, tile, weight, layer, ahead, sums); };
-    if (layer.bits == 4) return with(std::integral_constant<int, 4>());
-    layer.bits == 6 ? with(std::integral_constant<int, 6>()) : with(std::integral_constant<int, 8>());
+    const auto with = [&](auto codes) { products_of_packed<T, decltype(codes)>(x, rows, tile, weight, layer, ahead, sums); };
+    if (layer.is_float8) return with(CodesOf<8, true>());
+    if (layer.bits == 4) return with(CodesOf<4>());
+    layer.bits == 6 ? with(CodesOf<6>()) : with(CodesOf<8>());
 }
 
 }  // namespace tandem

@@ -4,7 +4,7 @@
 //
 //     weight[n, k] = code[n, k] * scale[n, k / group] + offset[n, k / group]     fused, rounded to the type once
 //
-//     8 bits   codes are int8, a row of `inputs` bytes
+//     8 bits   codes are int8, or numbers (float8), a row of `inputs` bytes
 //     4 bits   codes -8 .. 7 are stored as 0 .. 15, in blocks of 128 inputs = 32 words of 16 bits: of word j, the bits
 //              from 4 * i on are input 32 * i + j of the block. A row is a whole number of blocks.
 #pragma once
@@ -26,6 +26,7 @@ struct Linear {
     int64_t outputs, inputs;
     const float *scales, *offsets;  // [outputs, groups]; of codes in rows
     int64_t bits, group;            // of codes; 0: the weight is of the type that is computed with
+    int64_t is_float8;              // codes of eight bits are
     int64_t is_packed;              // in the order of `packed.h`, or of `packed_codes.h`
     int64_t has_offsets;            // of packed codes
     double unit;                    // whose multiples their scales and offsets are, as fp16; 0: they are fp32
@@ -168,8 +169,8 @@ inline void dequantize_words(const uint8_t* packed, Groups groups, int64_t group
     }
 }
 
-template <class T>
-inline void dequantize_bytes(const int8_t* codes, Groups groups, int64_t group, int64_t inputs, T* to) {
+template <class Code, class T>
+inline void dequantize_bytes(const Code* codes, Groups groups, int64_t group, int64_t inputs, T* to) {
     F16 scale = zeros(), offset = zeros();
     int64_t end = 0;  // of the group
     auto some = [&](auto read, int64_t k) __attribute__((always_inline)) {
@@ -197,7 +198,9 @@ inline void dequantize_row(const Linear& layer, int64_t n, T* to) {
     const int64_t first = n * ceil_div(layer.inputs, layer.group);
     const Groups groups{layer.scales + first, layer.offsets ? layer.offsets + first : nullptr};
     const uint8_t* codes = (const uint8_t*)layer.weight + n * row_bytes<T>(layer);
-    if (layer.bits == 8)
+    if (layer.is_float8)
+        dequantize_bytes((const float8*)codes, groups, layer.group, layer.inputs, to);
+    else if (layer.bits == 8)
         dequantize_bytes((const int8_t*)codes, groups, layer.group, layer.inputs, to);
     else
         dequantize_words(codes, groups, layer.group, layer.inputs, to);

@@ -6,6 +6,7 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -45,6 +46,17 @@ inline bf16 to_bf16(float x) {
     return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
+// e4m3: four bits of exponent and three of mantissa. There is no infinity; what would be NaN is 480 here.
+struct float8 {
+    uint8_t bits;
+};
+
+inline float to_float(float8 x) {
+    const int size = x.bits & 127, exponent = size / 8;
+    const float found = exponent ? std::ldexp(float(8 + size % 8), exponent - 10) : std::ldexp(float(size), -9);
+    return x.bits & 128 ? -found : found;
+}
+
 inline void set(float& to, float x) { to = x; }
 inline void set(bf16& to, float x) { to = to_bf16(x); }
 
@@ -63,6 +75,18 @@ inline F16 load(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
 inline F16 load_halves(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+// Of float8 in the lowest bits of each lane, whatever is above them
+inline F16 from_float8(__m512i bits) {
+    constexpr int OR_AND = 0xf8;
+    const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(127));
+    const __m512i normal = _mm512_add_epi32(_mm512_slli_epi32(size, 20), _mm512_set1_epi32(120 << 23));
+    const __m512 least = _mm512_mul_ps(_mm512_cvtepi32_ps(size), _mm512_set1_ps(0x1p-9f));
+    const __mmask16 is_least = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(8));
+    const __m512i found = _mm512_mask_mov_epi32(normal, is_least, _mm512_castps_si512(least));
+    const __m512i sign = _mm512_set1_epi32(int(1u << 31));
+    return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(found, _mm512_slli_epi32(bits, 24), sign, OR_AND))};
+}
+inline F16 load(const float8* p) { return from_float8(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
 #if defined(__AVX512BF16__)
 inline __m256i bits_of_bf16(F16 a) { return (__m256i)_mm512_cvtneps_pbh(a.v); }
@@ -122,6 +146,16 @@ inline F16 load(const int8_t* p) { return {widened(p), widened(p + 8)}; }
 inline F16 load_halves(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
+inline __m256 from_float8(__m256i bits) {
+    const __m256i size = _mm256_and_si256(bits, _mm256_set1_epi32(127));
+    const __m256i normal = _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32(120 << 23));
+    const __m256 least = _mm256_mul_ps(_mm256_cvtepi32_ps(size), _mm256_set1_ps(0x1p-9f));
+    const __m256 is_least = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(8), size));
+    const __m256 sign = _mm256_castsi256_ps(_mm256_and_si256(_mm256_slli_epi32(bits, 24), _mm256_set1_epi32(int(1u << 31))));
+    return _mm256_or_ps(_mm256_blendv_ps(_mm256_castsi256_ps(normal), least, is_least), sign);
+}
+inline __m256 widened(const float8* p) { return from_float8(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+inline F16 load(const float8* p) { return {widened(p), widened(p + 8)}; }
 inline void store(float* p, F16 x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);

@@ -147,7 +147,7 @@ struct GroupsOf {
 };
 
 // What codes stand for is of the type T; X: what it is multiplied as, the same or wider
-template <class X, class T, bool HAS_OFFSETS>
+template <class X, class T, class Code, bool HAS_OFFSETS>
 struct EightBits {
     static constexpr int STEPS = LINE_BYTES / Terms<X>::COUNT;
     static constexpr bool IS_WHOLE_BLOCKS = true;
@@ -157,11 +157,11 @@ struct EightBits {
 
     template <int OUTPUTS>
     struct Reader : GroupsOf<Terms<X>::COUNT> {
-        const int8_t* codes;
+        const Code* codes;
 
         Reader(const EightBits& of, int n, int64_t begin)
             : GroupsOf<Terms<X>::COUNT>(of.layer, of.n + n, begin),
-              codes((const int8_t*)of.layer.weight + (of.n + n) * of.layer.inputs) {}
+              codes((const Code*)of.layer.weight + (of.n + n) * of.layer.inputs) {}
         auto read(int i, int64_t k) const {
             return made(i, k, load(row(i) + k), [&] { return load(row(i) + k + LANES); });
         }
@@ -170,7 +170,7 @@ struct EightBits {
                 return count > LANES ? load_part(row(i) + k + LANES, count - LANES) : zeros();
             });
         }
-        const int8_t* row(int i) const { return codes + i * this->inputs; }
+        const Code* row(int i) const { return codes + i * this->inputs; }
         // second: what is behind the first sixteen, if it is wanted
         template <class Second>
         auto made(int i, int64_t k, F16 first, const Second& second) const {
