@@ -11,7 +11,7 @@ from tandem.cli import main as cli
 from tandem.config import ServerConfig, public_settings
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
-from tandem.server.exposure import one_family, open_to_others
+from tandem.server.exposure import open_to_others
 from tandem.server.keys import ENVIRONMENT, MAX_FILE_BYTES, KeyProblem, KeyRing, forget_environment, with_keys
 from tandem.server.processes import Launch, ServerFailure
 from tandem.server.router.config import RouterConfig, make_worker
@@ -157,13 +157,6 @@ def test_a_server_that_is_open_to_others_says_so(settings: dict[str, str], is_sa
         line = open_to_others(config)
         assert (line is not None) is is_said
         assert line is None or (settings["host"] in line and "\n" not in line)
-
-
-def test_a_server_that_ipv4_does_not_reach_says_so() -> None:
-    for host, is_said in (("::", True), ("0.0.0.0", False), ("::1", False), ("127.0.0.1", False)):
-        for config in (ServerConfig(model="m", host=host), RouterConfig(workers=(), host=host)):
-            line = one_family(config)
-            assert (line is not None and line.startswith("--host :: is IPv6 only")) is is_said
 
 
 # --- on the command line ---------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ from tandem.server.api.bootstrap import monotonic_now
 from tandem.server.api.process import ApiProcess
 from tandem.server.hosts.leader import NoOtherHosts
 from tandem.server.node import process as node_process
+from tandem.server.node.listener import ControlListener
+from tandem.server.node.local_peer import SelectorPoller
 from tandem.server.processes import (
     Children,
     Launch,
@@ -42,6 +44,7 @@ from tandem.server.processes import (
 from tandem.server.router.app import listen
 from tandem.server.router.config import RouterConfig
 from tandem.server.start import serve
+from tandem.transfer.link import listen_tcp
 
 
 def test_an_answer_does_not_wait_until_its_head_is_acknowledged() -> None:
@@ -133,6 +136,21 @@ def test_port_0_is_a_free_port_and_an_address_that_can_be_dialled() -> None:
         socket.create_connection(("127.0.0.1", listeners.http_port)).close()
     finally:
         listeners.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_who_listens_at_two_colons_is_reached_by_ipv4_too() -> None:
+    """As other servers are, and on all ports that a pair needs."""
+    listeners = bind_listeners(
+        ServerConfig(model="m", host="::", port=0, disaggregation_mode="prefill", disaggregation_bootstrap_port=0)
+    )
+    assert listeners.bootstrap is not None
+    control = ControlListener.open("::", SelectorPoller(), monotonic_now, socket.socket.close, lambda: True)
+    others = (listen(RouterConfig((), host="::", port=0)), listen_tcp("::"))
+    for listener in (listeners.http, listeners.bootstrap, control.sock, *others):
+        with listener:
+            for address in ("127.0.0.1", "::1"):
+                socket.create_connection((address, listener.getsockname()[1])).close()
 
 
 def test_a_taken_bootstrap_port_gives_the_http_port_back() -> None:

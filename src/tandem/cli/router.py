@@ -11,7 +11,7 @@ from tandem.cli.flags import add_flags, keyed, values_of
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
 from tandem.server import fault_records, logs
-from tandem.server.exposure import one_family, open_to_others
+from tandem.server.exposure import open_to_others
 from tandem.server.router.app import listen, serve_router
 from tandem.server.router.config import RouterConfig, make_worker
 from tandem.server.tracing import TracingRefused
@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
         reason = os.strerror(error.errno) if error.errno else str(error)  # its own text repeats the address
         remedy = "; use another --port" if error.errno == errno.EADDRINUSE else ""
         raise CommandFailed(f"cannot listen on {where}: {reason}{remedy}") from None
-    for warning in (open_to_others(config), one_family(config)):
-        if warning is not None:
-            logging.getLogger("tandem.router").warning(warning)
+    warning = open_to_others(config)
+    if warning is not None:
+        logging.getLogger("tandem.router").warning(warning)
     host = f"[{config.host}]" if ":" in config.host else config.host
     logs.say(f"tandem router listens on http://{host}:{listener.getsockname()[1]}")
     try:

@@ -34,7 +34,7 @@ from tandem.sampling import SamplingDefaults
 from tandem.server import fault_records, keys, logs
 from tandem.server.api.limits import Task
 from tandem.server.api.served_model import ModelFacts
-from tandem.server.exposure import one_family, open_to_others
+from tandem.server.exposure import open_to_others
 from tandem.server.hosts.follower import follow
 from tandem.server.processes import STOP_SIGNALS, ServerFailure, bind_listeners, cluster_secret
 from tandem.server.start import serve, with_ports
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             follow_leader(config, model_dir)
             return 0
         listeners = bind_listeners(config)
-        for warning in (open_to_others(config), one_family(config), more_workers_than_cores(config)):
+        for warning in (open_to_others(config), more_workers_than_cores(config)):
             if warning is not None:
                 logger.warning(warning)
         try:

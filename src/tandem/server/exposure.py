@@ -32,11 +32,9 @@ def open_to_others(config: Reachable) -> str | None:
     return f"no API key is set: everybody who reaches {config.host} may use this server (--api-key-file)"
 
 
-def one_family(config: Reachable) -> str | None:
-    """A line for the log, where a server listens everywhere but not to IPv4, as others do with the same address."""
-    if config.host != "::":
-        return None
-    return "--host :: is IPv6 only: nobody reaches this server by IPv4 (--host 0.0.0.0 is IPv4 only)"
+def takes_ipv4(host: str) -> bool:
+    """Whether who listens there on IPv6 takes IPv4, too: at `::`, as other servers do."""
+    return host == "::" and socket.has_dualstack_ipv6()
 
 
 def listens_on_loopback(host: str) -> bool:

@@ -33,6 +33,7 @@ from tandem.membership import ClusterSecret, SecretError, read_secret, user_secr
 from tandem.programs import module_command, working_folder
 from tandem.ranks import Rank, all_ranks
 from tandem.server.channel import ChannelKeys
+from tandem.server.exposure import takes_ipv4
 
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: its terminal is closed
@@ -380,7 +381,10 @@ def _bind(host: str, port: int, *, flag: str, host_flag: str = "--host") -> sock
         ) from error
     try:
         listener = socket.create_server(
-            (host, port) if family == socket.AF_INET else address[:2], family=family, backlog=2048
+            (host, port) if family == socket.AF_INET else address[:2],
+            family=family,
+            backlog=2048,
+            dualstack_ipv6=takes_ipv4(host),
         )
     except OSError as error:
         names_port = host_flag != flag  # else an address that other hosts are told, whose port they have to know

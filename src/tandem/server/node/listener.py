@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.core.values import MILLISECOND, Nanos
+from tandem.server.exposure import takes_ipv4
 
 PAUSE_NS = 100 * MILLISECOND
 BACKLOG = 1024  # the kernel keeps them; a flood is taken one by one
@@ -44,7 +45,7 @@ class ControlListener:
     ) -> "ControlListener":
         """On a free port. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        sock = socket.create_server((host, 0), family=family, backlog=BACKLOG, dualstack_ipv6=takes_ipv4(host))
         sock.setblocking(False)
         listener = cls(sock, poller, clock, take, make_room)
         listener._watch()

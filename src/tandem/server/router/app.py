@@ -54,6 +54,7 @@ from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openapi import behind_router
 from tandem.server.api.response_store import PendingResponse, ResponsePages, ResponseStore, owner_of
+from tandem.server.exposure import takes_ipv4
 from tandem.server.fault_records import folder_of
 from tandem.server.http_pool import PooledTransport
 from tandem.server.router.answer import passed_headers
@@ -511,7 +512,12 @@ def listen(config: RouterConfig) -> socket.socket:
     if config.fd is not None:
         listener = socket.socket(fileno=config.fd)
     else:
-        listener = socket.create_server((config.host, config.port), family=family, backlog=LISTEN_BACKLOG)
+        listener = socket.create_server(
+            (config.host, config.port),
+            family=family,
+            backlog=LISTEN_BACKLOG,
+            dualstack_ipv6=takes_ipv4(config.host),
+        )
     # Accepted sockets inherit it; asyncio sets it only on sockets that were made with IPPROTO_TCP, which this was not.
     # Without it each small write of a stream waits 40 ms for the client's delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
