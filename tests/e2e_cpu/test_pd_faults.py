@@ -75,6 +75,25 @@ def test_a_prefill_that_came_back_is_used_again(it: Cluster, router: Server) -> 
     eventually(lambda: serves(router))
 
 
+def test_a_half_of_an_earlier_life_of_prefill_is_not_waited_for_and_one_that_comes_late_is(it: Cluster) -> None:
+    """A router of SGLang's, to which prefill was not there, waits for decode, which would wait for a minute."""
+    prefill, decode = it.prefills[0], it.decodes[0]
+    bootstrap = int(prefill.get("/server_info")["disaggregation_bootstrap_port"])
+    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap}
+    kill(prefill)
+    lost = decode.open_stream(PROMPT, timeout=60, bootstrap_room=503, **pair)
+    revive(it, prefill)
+    assert lost.getresponse().headers["x-tandem-path"] == "fallback"
+    lost.close()
+    kill(prefill)
+    revive(it, prefill)
+    early = decode.open_stream(PROMPT, timeout=60, bootstrap_room=504, **pair)
+    time.sleep(3)  # longer than the half of an earlier life is waited for
+    prefill.stream(PROMPT, timeout=60, bootstrap_room=504, **pair).rest()
+    assert early.getresponse().headers["x-tandem-path"] == "remote"
+    early.close()
+
+
 @pytest.mark.slow
 def test_a_prefill_whose_node_hangs_is_lost_and_decode_computes_the_prompt(it: Cluster) -> None:
     prefill, decode = it.prefills[0], it.decodes[0]

@@ -70,7 +70,7 @@ def plain(*words: str) -> ServerConfig:
 
 
 def settings(config: ServerConfig) -> NodeSettings:
-    launch = Launch(config, "/model", Incarnation("server", "1"), 0, 1, 0)
+    launch = Launch(config, "/model", Incarnation("server", "1"), 0, 1, 0, began_ns=5)
     shards = (DataEndpoint("", 0),) * config.cut.num_shards
     return node_settings(launch, Engines(100, 4096, KvGrid(), "digest", {}, 512, shards))
 
@@ -424,6 +424,7 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
         conservativeness=0.5,
         result_slots=10,
         load_failure=LoadFailurePolicy.FAIL,
+        server_began_at=Nanos(5),
         stall_timeout_ns=2 * SECOND,
         prefill_info=PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN),
     )

@@ -44,7 +44,7 @@ from tandem.core.scheduler.leaving import record_closed_room
 from tandem.core.scheduler.node import handle
 from tandem.core.scheduler.request_state import State
 from tandem.core.settings import LoadFailurePolicy
-from tandem.core.values import SECOND, Cause, Cut, Incarnation, Room, ShardId
+from tandem.core.values import SECOND, Address, Cause, Cut, Incarnation, Nanos, Room, ShardId
 from tandem.pagehash import prompt_digest
 
 TOKENS = expected_tokens(100, 4, seed=1)
@@ -323,6 +323,50 @@ def test_a_prefill_half_that_comes_after_that_is_told_that_decode_has_given_up()
     world.run()
     assert prefill.cause(late) is Cause.PEER_ABORTED
     assert_nothing_is_held([prefill, decode])
+
+
+def test_a_half_of_an_earlier_life_of_prefill_is_not_waited_for() -> None:
+    """Both halves were sent while prefill was away: nobody sends that half again."""
+    world = World()
+    decode = world.decode()
+    request = world.submit(decode, room=7, peer=Address("prefill.host", 8998), prompt_len=100)
+    world.advance(2 * SECOND)
+    assert decode.state_of(request) is State.BOOTSTRAPPING
+    prefill = world.prefill()
+    world.advance(3 * SECOND)
+    end = decode.ended[request]
+    assert isinstance(end, FinishRequest)
+    assert (end.path, decode.tokens[request]) == (Path.FALLBACK, TOKENS)
+    assert_nothing_is_held([prefill, decode])
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "life_s", "waited_s"),
+    [
+        pytest.param(1, 9, 8, id="this life is older"),
+        pytest.param(2, 9, 10, id="another DP rank may be older"),
+    ],
+)
+def test_a_half_that_may_be_on_its_way_is_waited_for(dp_size: int, life_s: int, waited_s: int) -> None:
+    assert patience(dp_size, life_s, waited_s) > 29 * SECOND
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_half_that_went_to_an_earlier_life_of_the_whole_server_is_not_waited_for(dp_size: int) -> None:
+    assert patience(dp_size, 1, 12) <= SECOND
+
+
+def patience(dp_size: int, life_s: int, waited_s: int) -> int:
+    """How long a DP rank waits for its half, of a server that was started ten seconds before the rank."""
+    world = World()
+    world.advance(10 * SECOND)
+    told = {"prefill_info": {"dp_size": dp_size}, "server_began_at": 0, "stash_ns": 30 * SECOND}
+    prefill, decode = world.prefill(**told), world.decode()
+    world.advance(life_s * SECOND)
+    ready = Ready(Room(7), 1, decode.name, prefill.name, "", 100, waited_ns=Nanos(waited_s * SECOND))
+    world.send(prefill, PeerSaid(decode.name, ready))
+    world.run()
+    return prefill.state.stash[Room(7)].expires_at - world.now
 
 
 def test_a_decode_that_begins_anew_in_a_room_is_not_left_waiting() -> None:

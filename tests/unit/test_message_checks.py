@@ -65,6 +65,8 @@ def test_a_message_about_no_room_is_none(message: Message, room: int) -> None:
         {"known_pages": HUGE},
         {"prompt_digest": bytes(65)},
         {"cut": Cut(tp_size=3)},
+        {"waited_ns": -1},
+        {"waited_ns": HUGE},
     ],
 )
 def test_a_ready_out_of_bounds_gives_its_room_up(fields: dict[str, Any]) -> None:

@@ -180,6 +180,7 @@ class NodeSettings(Struct, frozen=True):
     cut: Cut = Cut()  # of this replica
     dp_rank: int = 0  # of this replica among those of its server
     prefill_info: PrefillInfo = PrefillInfo()  # of this server, if it is a prefill
+    server_began_at: Nanos | None = None  # before which none of its ranks was sent a request; None: nobody tells
     force_query: bool = False  # ask for, and announce, every request's rank
     max_running: int = 32
     max_queued: int = 2048

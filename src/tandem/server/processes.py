@@ -58,6 +58,7 @@ class Launch(Struct, frozen=True):
     cpu_threads: int
     parent_pid: int
     cluster_secret: bytes = b""  # empty: this server exchanges no KV. Comes over stdin, which nobody else reads
+    began_ns: int = 0  # when its server was started, on the clock of the machine
     dp_rank: int = 0  # of the replica
     rank: Rank = Rank()  # of a worker, in its replica
     group_host: str = ""  # where the workers of a replica meet, or with DP attention those of all, if there are several

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import os
+import time
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None
         cpu_threads=engine_threads(config),
         parent_pid=os.getpid(),
         cluster_secret=b"" if secret is None else secret.raw,
+        began_ns=time.monotonic_ns(),
     )
     try:
         replicas = start_replicas(launch, listeners)

@@ -340,6 +340,7 @@ class World:
             self.grid,
             local_clock,
         )
+        life.node.step((), local_clock.read(self.clock.time))
         life.store.emit = lambda event: self.push(life, event)
         link(
             life,

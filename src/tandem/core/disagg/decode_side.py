@@ -305,6 +305,7 @@ def send_ready(node: NodeState, progress: Progress, side: DecodeSide, arrival: A
         rendered_at=progress.request.rendered_at,
         cut=node.settings.cut,
         has_result=arrival.result is not None,
+        waited_ns=Nanos(node.now - progress.arrived_at),
     )
     node.out.append(Tell(arrival.peer, message))
     schedule(node, progress)

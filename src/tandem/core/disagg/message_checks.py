@@ -103,6 +103,8 @@ def ready_fault(ready: Ready, bounds: Bounds) -> str | None:
         return "held_pages or known_pages is out of bounds"
     if not 0 <= ready.rendered_at <= MAX_RENDERED_AT:
         return "rendered_at is out of bounds"
+    if not 0 <= ready.waited_ns < MAX_NUMBER:
+        return "waited_ns is out of bounds"
     if ready.cut != bounds.peer_cut:
         return "cut is not the one that was said before"
     return None if bounds.grid.can_be_cut(ready.cut) else "cut is not possible with this model"

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tandem.core.values import Cause, Cut, Incarnation, Nanos, Room
+from tandem.core.values import ZERO_NS, Cause, Cut, Incarnation, Nanos, Room
 
 SHUTTING_DOWN = "the server is shutting down"
 MAX_GRANT_SECRET_BYTES = 64  # what a data plane may ask to be remembered per grant; opaque to the core
@@ -34,6 +34,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     rendered_at: int = 0  # as in the request: the time in decode's prompt
     cut: Cut = Cut()  # of the decode: which workers will read, and what each of them needs
     has_result: bool = False  # the result slot has come: it may be large, and is not said again
+    waited_ns: Nanos = ZERO_NS  # how long decode has had its half
 
 
 class ResultSlot(Struct, frozen=True):

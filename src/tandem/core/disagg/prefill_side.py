@@ -111,8 +111,18 @@ def stash(node: NodeState, peer: Incarnation, message: Ready | Release) -> None:
         if node.stash[oldest].expires_at > node.now:
             return  # decode says READY again; a release that is lost here ends by its deadline
         del node.stash[oldest]
-    expires_at = known.expires_at if known is not None else Nanos(node.now + node.settings.stash_ns)
+    expires_at = known.expires_at if known is not None else Nanos(node.now + patience(node, message))
     node.stash[message.room] = Stashed(peer, message, expires_at)
+
+
+def patience(node: NodeState, message: Ready | Release) -> Nanos:
+    """How long the other half of what decode speaks of is waited for. Not as long where decode has had its own since
+    before this life began: both are sent at about the same time, so this one went to an earlier life, and with it. Of
+    several DP ranks one that is older may have it, so there the life of the server counts.
+    """
+    began_at = node.began_at if node.settings.prefill_info.dp_size == 1 else node.settings.server_began_at
+    is_astray = isinstance(message, Ready) and began_at is not None and message.waited_ns > node.now - began_at
+    return node.settings.resend_ns if is_astray else node.settings.stash_ns
 
 
 def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:

@@ -94,6 +94,7 @@ class EngineNode:
         node = self.state
         assert now >= node.now, "the clock is monotonic"
         node.now = now
+        node.began_at = node.began_at if node.steps else now
         node.steps += 1
         node.tree.step = node.steps
         for event in events:

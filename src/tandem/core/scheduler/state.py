@@ -103,6 +103,7 @@ class NodeState:
     storage: StorageTier
     micro_batches: MicroBatches
     now: Nanos = ZERO_NS
+    began_at: Nanos = ZERO_NS  # when it made its first step, before which nobody knows of it
     steps: int = 0
     requests: dict[RequestId, Progress] = field(default_factory=dict[RequestId, Progress])
     queues: dict[State, dict[RequestId, None]] = field(default_factory=dict[State, dict[RequestId, None]])

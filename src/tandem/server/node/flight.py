@@ -36,7 +36,7 @@ from tandem.server.record_file import (
 )
 from tandem.server.record_folder import FLIGHT_NAME, RecordFolder
 
-FORMAT = 8
+FORMAT = 9
 SEGMENTS = 4  # that fit into the bound
 FLUSH_NS = 1 * SECOND  # at most so much is lost when the process is killed
 

@@ -147,6 +147,7 @@ def _run(launch: Launch, inbox: Inbox, poller: SelectorPoller, clock: MonotonicC
         return
     settings = node_settings(launch, engines)
     node = make_node(settings)
+    node.step((), clock.now())  # its life begins before anybody can send it a request
     peers = Peers(
         launch.incarnation,
         engines.layout,

@@ -61,6 +61,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         prefill_info=PrefillInfo(
             topology.size, load_balance_method(config), DpConflictPolicy(config.disaggregation_dp_rank_conflict)
         ),
+        server_began_at=Nanos(launch.began_ns),
         force_query=environment_switch(FORCE_QUERY),
         max_running=config.max_running_requests,
         max_queued=config.max_queued_requests,

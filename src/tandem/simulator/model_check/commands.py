@@ -28,7 +28,7 @@ from tandem.core.commands import (
     Tell,
     WritePages,
 )
-from tandem.core.disagg.messages import Message, Offer
+from tandem.core.disagg.messages import Message, Offer, Ready
 from tandem.core.settings import Role
 from tandem.core.values import ZERO_NS
 from tandem.simulator.model_check.replica_value import Draft, SmallHalf
@@ -70,7 +70,11 @@ def dispatch(draft: Draft, command: Command) -> None:
 
 
 def _timeless(message: Message) -> Message:
-    """Durations in a result slot are for a ledger: without them equal situations look equal."""
+    """Durations in a result slot are for a ledger: without them equal situations look equal. So do they without how
+    long decode has waited, which grows; each replica here has a clock of its own, which begins with every life.
+    """
+    if isinstance(message, Ready):
+        return msgspec.structs.replace(message, waited_ns=ZERO_NS)
     if not isinstance(message, Offer) or message.result is None:
         return message
     row = msgspec.structs.replace(message.result, queue_ns=ZERO_NS, compute_ns=ZERO_NS, overlapped_ns=ZERO_NS)

@@ -17,7 +17,7 @@ from tandem.core.settings import NodeSettings
 from tandem.core.values import Nanos
 
 # Nobody decides by these. `timers` says nothing that `timer_at` of each request does not say.
-UNREAD = ("now", "steps", "counters", "timers")
+UNREAD = ("now", "began_at", "steps", "counters", "timers")
 UNREAD_OF_REQUESTS = (
     "arrived_at",
     "entered_at",
