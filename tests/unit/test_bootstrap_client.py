@@ -249,19 +249,29 @@ def test_ranks_of_rooms_that_nobody_asked_for_are_not_taken() -> None:
 
 def test_with_the_ranks_of_rooms_comes_what_the_prefill_says_of_itself() -> None:
     async def story(asker: Asker) -> None:
-        async with server(says(ok(b"{}", 'X-Tandem-Prefill: {"dp_size":3,"method":"round_robin"}'))) as address:
+        headers = 'X-Tandem-Prefill: {"dp_size":3,"method":"round_robin"}', "X-Tandem-Age-Ns: 5"
+        async with server(says(ok(b"{}", "\r\n".join(headers)))) as address:
             asker.it.ask_rank(address, Room(7))
             await until(lambda: asker.found)
             prefill = PrefillInfo(3, LoadBalanceMethod.ROUND_ROBIN)
-            assert asker.found == [events.DpRankAnswered(address, Room(7), None, prefill)]
+            assert asker.found == [events.DpRankAnswered(address, Room(7), None, prefill, Nanos(5))]
 
     asks(story)
 
 
-@pytest.mark.parametrize("said", ["{", "7", '{"dp_size":0}', '{"dp_size":100000}', '{"method":"by_mood"}', "[" * 9000])
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(
+            f"X-Tandem-Prefill: {said}"
+            for said in ("{", "7", '{"dp_size":0}', '{"dp_size":100000}', '{"method":"by_mood"}', "[" * 9000)
+        ),
+        *(f"X-Tandem-Age-Ns: {said}" for said in ("", "-1", "1e3", "9" * 19)),
+    ],
+)
 def test_a_hostile_word_about_the_prefill_answers_the_room_with_nothing(said: str) -> None:
     async def story(asker: Asker) -> None:
-        async with server(says(ok(b'{"7":1}', f"X-Tandem-Prefill: {said}"))) as address:
+        async with server(says(ok(b'{"7":1}', said))) as address:
             asker.it.ask_rank(address, Room(7))
             await until(lambda: len(asker.found) == 2)
             assert isinstance(asker.found[0], events.PeerUnknown)

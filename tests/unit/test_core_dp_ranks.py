@@ -9,7 +9,7 @@ from tandem.core.disagg.messages import Message, Moved, Ready
 from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerLost, PeerSaid, PeerUnknown, RoomElsewhere
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
-from tandem.core.values import SECOND, Address, Cause, Incarnation, RequestId, Room
+from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, RequestId, Room
 
 FOLLOW_OR_FAIL = PrefillInfo(2, LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM, DpConflictPolicy.FAIL)
 RESOLVE = PrefillInfo(2, LoadBalanceMethod.ROUND_ROBIN, DpConflictPolicy.RESOLVE)
@@ -253,6 +253,18 @@ def test_a_bootstrap_server_that_tells_nonsense_ends_the_request_only(dp_size: i
     end = decode.ended[right]
     assert isinstance(end, FailRequest)
     assert end.cause is Cause.ROUTE_CONFLICT
+
+
+@pytest.mark.parametrize(("age_s", "is_waited_for"), [(4, False), (60, True)])
+def test_a_half_that_is_older_than_the_whole_prefill_has_no_rank(age_s: int, is_waited_for: bool) -> None:
+    """It was sent to an earlier life of that server. To one that was there already its other half may be on its way."""
+    world, ranks, decode = two_ranks(RESOLVE)
+    serve(world, ranks, RESOLVE)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.advance(5 * SECOND)
+    world.send(decode, DpRankAnswered(SERVER, Room(ODD), None, RESOLVE, Nanos(age_s * SECOND)))
+    world.advance(8 * SECOND)
+    assert (right not in decode.ended) is is_waited_for
 
 
 def test_a_half_that_ends_while_its_rank_is_asked_for_is_told_to_prefill() -> None:

@@ -11,7 +11,7 @@ from tandem.core.disagg.messages import Message
 from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.request import Request
 from tandem.core.settings import PrefillInfo
-from tandem.core.values import Address, BatchId, Cause, Incarnation, RequestId, Room, ShardId
+from tandem.core.values import Address, BatchId, Cause, Incarnation, Nanos, RequestId, Room, ShardId
 
 
 class RequestArrived(Struct, frozen=True, tag=True):
@@ -88,6 +88,7 @@ class DpRankAnswered(Struct, frozen=True, tag=True):
     room: Room
     dp_rank: int | None
     prefill: PrefillInfo | None = None  # None: nobody has answered, or no rank is there
+    age_ns: Nanos | None = None  # for how long that server has been there; None: nobody has answered, or it did not say
 
 
 class RoomElsewhere(Struct, frozen=True, tag=True):

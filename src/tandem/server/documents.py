@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.core.settings import MAX_DP_SIZE, PrefillInfo
-from tandem.core.values import Incarnation, Room
+from tandem.core.values import Incarnation, Nanos, Room
 from tandem.logtext import visible
 from tandem.server.wire import DataEndpoint, ReplicaInfo
 
@@ -27,12 +27,14 @@ MAX_ZONE_CHARS = 15  # of an IPv6 address: an interface's name
 INCARNATION_ID = re.compile(r"[0-9a-f]{32}")
 ZONE = re.compile(rf"[0-9A-Za-z_.-]{{1,{MAX_ZONE_CHARS}}}")
 FIELD = re.compile(r"at `(?:key` in `)?\$\.?([\w.\[\]]*)")
+AGE = re.compile(rb"[0-9]{1,18}")
 MISSING = re.compile(r"missing required field `(\w+)`")
 
 RankOfRoom = dict[
     Annotated[str, Meta(pattern="^[0-9]+$", max_length=19)], Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]
 ]  # the answer of POST /query_dp_ranks
 PREFILL_HEADER = "x-tandem-prefill"  # beside it: a `PrefillInfo`, what the server's ranks say of it
+AGE_HEADER = "x-tandem-age-ns"  # and for how long that server has been there
 Document = TypeVar("Document")
 
 
@@ -86,6 +88,14 @@ def read_ranks(raw: bytes, asked: Iterable[Room]) -> dict[Room, int]:
 def read_prefill(raw: bytes | None) -> PrefillInfo | None:
     """What POST /query_dp_ranks says beside its answer; None: nothing. Raises BadDocument."""
     return None if raw is None else read_document(raw, PrefillInfo)
+
+
+def read_age(raw: bytes | None) -> Nanos | None:
+    """The same of the server's age. Raises BadDocument."""
+    if raw is None:
+        return None
+    _check(AGE.fullmatch(raw) is not None, AGE_HEADER, "must be a number of nanoseconds")
+    return Nanos(int(raw))
 
 
 def check_incarnation(who: Incarnation) -> None:

@@ -151,12 +151,21 @@ def on_rank_answered(node: NodeState, event: DpRankAnswered) -> None:
     if progress is None or not isinstance(side, DecodeSide):
         on_rank_found(node, event)
     elif side.address != event.address or event.dp_rank is None:
-        pass
+        hurry_if_astray(node, progress, side, event)
     elif progress.state is State.BOOTSTRAPPING:
         side.search.dp_rank = event.dp_rank
         find_peer(node, progress, side)
     elif side.arrival is not None:
         go_on_to(node, progress, side, side.arrival, event.dp_rank)
+
+
+def hurry_if_astray(node: NodeState, progress: Progress, side: DecodeSide, event: DpRankAnswered) -> None:
+    """No rank has the room yet. One of a server that is younger than this half was sent to an earlier life."""
+    search = side.search
+    if side.address != event.address or event.age_ns is None or search.rank_until is None:
+        return
+    if node.now - progress.arrived_at > event.age_ns:
+        search.rank_until = min(search.rank_until, Nanos(node.now + node.settings.resend_ns))
 
 
 def on_peer_learned(node: NodeState, event: PeerLearned) -> None:

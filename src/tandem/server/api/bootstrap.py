@@ -3,8 +3,8 @@
     GET  /route[?prefill_dp_rank=N]   a rank's `ReplicaInfo`, the first one's without N; 503 until all are there, 404
     PUT  /route                       a rank registers with its `ReplicaInfo`: all its shards in one call
     POST /register_dp_rank            {"bootstrap_room", "dp_rank"}: where a request was dispatched
-    POST /query_dp_ranks              {"bootstrap_rooms": [...]}: {"<room>": rank} for those that are known, and in a
-                                      header what this prefill is: who asks may mean a former life with other ranks
+    POST /query_dp_ranks              {"bootstrap_rooms": [...]}: {"<room>": rank} for those that are known, and in
+                                      headers what this prefill is, and how old: who asks may mean a former life
     GET  /challenge                   what the next write has to prove the secret for
     GET  /health                      200 once all ranks are there
 
@@ -38,7 +38,7 @@ from tandem.server.api.endpoint_parts import error_response, not_served, on_disc
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.validation import check_room
-from tandem.server.documents import PREFILL_HEADER, BadDocument, one_line, read_document, read_replica
+from tandem.server.documents import AGE_HEADER, PREFILL_HEADER, BadDocument, one_line, read_document, read_replica
 
 REFUSAL_LOG_NS = 10 * SECOND  # between two log lines about refused writes
 RANK = re.compile(r"-1|[0-9]{1,9}")
@@ -77,6 +77,10 @@ class BootstrapServer:
     bodies: BodyStore = field(default_factory=BodyStore)
     _num_refused: int = 0  # writes with a wrong proof, since the last line about them
     _logs_again_at: Nanos = ZERO_NS
+    _began_at: Nanos = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began_at = self.now()
 
     def app(self) -> Starlette:
         routes = [
@@ -121,8 +125,8 @@ class BootstrapServer:
             raise invalid("bootstrap_rooms", f"at most {MAX_ROOMS_PER_QUERY} at a time")
         found = self.registry.ranks_of(map(room_of, body.bootstrap_rooms), self.now())
         document = {str(room): rank for room, rank in found.items()}
-        prefill = self.registry.prefill
-        headers = None if prefill is None else {PREFILL_HEADER: msgspec.json.encode(prefill).decode()}
+        prefill, age = self.registry.prefill, str(self.now() - self._began_at)
+        headers = None if prefill is None else {PREFILL_HEADER: msgspec.json.encode(prefill).decode(), AGE_HEADER: age}
         return Response(msgspec.json.encode(document), media_type="application/json", headers=headers)
 
     async def challenge(self, request: Request) -> Response:

@@ -28,7 +28,15 @@ from tandem.server.api.bootstrap_questions import (
 from tandem.server.api.hosts import HostRefused, Hosts
 from tandem.server.api.http_exchange import ExchangeError, HttpResponse, exchange
 from tandem.server.api.question_lanes import Lanes
-from tandem.server.documents import PREFILL_HEADER, BadDocument, read_prefill, read_ranks, read_replica
+from tandem.server.documents import (
+    AGE_HEADER,
+    PREFILL_HEADER,
+    BadDocument,
+    read_age,
+    read_prefill,
+    read_ranks,
+    read_replica,
+)
 
 SILENCE = (HostRefused, OSError)  # no answer at all
 Report = Callable[[wire.Connect | events.PeerLearned | events.PeerUnknown | events.DpRankAnswered], None]
@@ -105,7 +113,8 @@ class BootstrapClient:
                     replica = await self._fetch_replica(address, dp_rank)
                     end = partial(self._questions.found, number, replica)
                 case FetchRanks(number, address, rooms):
-                    end = partial(self._questions.told, number, *await self._query_ranks(address, rooms))
+                    ranks, prefill, age_ns = await self._query_ranks(address, rooms)
+                    end = partial(self._questions.told, number, ranks, prefill, age_ns=age_ns)
         except Exception as error:  # whatever it is, it has to do with this address and ends there
             is_silent = isinstance(error, SILENCE)
             end = partial(self._questions.failed, call.number, self._trouble(error), is_silent=is_silent)
@@ -132,10 +141,13 @@ class BootstrapClient:
         control_host = checked(replica.control_host, "control_host")
         return msgspec.structs.replace(replica, control_host=control_host, shards=shards)
 
-    async def _query_ranks(self, address: Address, rooms: Sequence[Room]) -> tuple[dict[Room, int], PrefillInfo | None]:
+    async def _query_ranks(
+        self, address: Address, rooms: Sequence[Room]
+    ) -> tuple[dict[Room, int], PrefillInfo | None, Nanos | None]:
         body = msgspec.json.encode({"bootstrap_rooms": rooms})
         answer, _ = await self._call(address, "POST", "/query_dp_ranks", body)
-        return read_ranks(answer.body, rooms), read_prefill(answer.headers.get(PREFILL_HEADER.encode()))
+        prefill, age_ns = (answer.headers.get(name.encode()) for name in (PREFILL_HEADER, AGE_HEADER))
+        return read_ranks(answer.body, rooms), read_prefill(prefill), read_age(age_ns)
 
     # --- HTTP --------------------------------------------------------------------------------------------------------
 

@@ -136,12 +136,20 @@ class BootstrapQuestions:
         )
         return [Connect(call.address, replica), learned, *self._next_replica(call.address, now)]
 
-    def told(self, number: int, ranks: Mapping[Room, int], prefill: PrefillInfo | None, now: Nanos) -> Actions:
+    def told(
+        self,
+        number: int,
+        ranks: Mapping[Room, int],
+        prefill: PrefillInfo | None,
+        now: Nanos,
+        *,
+        age_ns: Nanos | None = None,
+    ) -> Actions:
         call = self._end(number, has_answered=True)
         if call is None:
             return []
         assert isinstance(call, FetchRanks)
-        return self._answer_rooms(call, ranks, prefill, now)
+        return self._answer_rooms(call, ranks, prefill, now, age_ns)
 
     def failed(self, number: int, trouble: str, now: Nanos, *, is_silent: bool) -> Actions:
         """`is_silent`: nobody answered at all, so nobody else need wait for an answer from there."""
@@ -215,10 +223,15 @@ class BootstrapQuestions:
         return self._call(FetchRanks(self._new_number(), address, asked), now)
 
     def _answer_rooms(
-        self, call: FetchRanks, ranks: Mapping[Room, int], prefill: PrefillInfo | None, now: Nanos
+        self,
+        call: FetchRanks,
+        ranks: Mapping[Room, int],
+        prefill: PrefillInfo | None,
+        now: Nanos,
+        age_ns: Nanos | None = None,
     ) -> Actions:
         self._pauses[call.address] = Nanos(now + self.interval_ns)
-        return [DpRankAnswered(call.address, room, ranks.get(room), prefill) for room in call.rooms]
+        return [DpRankAnswered(call.address, room, ranks.get(room), prefill, age_ns) for room in call.rooms]
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
