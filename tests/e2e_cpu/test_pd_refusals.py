@@ -98,6 +98,17 @@ def test_a_half_that_prefill_refuses_at_its_door_is_told_to_decode_which_compute
     eventually(prefill.is_idle, what=prefill.state)
 
 
+def test_who_computes_the_prompt_of_another_says_why(common: Cluster) -> None:
+    """Of a wrong port nobody would know but by the time that it takes."""
+    decode, nobody = common.decodes[0], free_ports(1)[0]
+    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": nobody, "bootstrap_room": 57}
+    assert decode.generate(PROMPT, timeout=20, rid="astray", **pair)["meta_info"]["path"] == "fallback"
+    (line,) = [each for each in decode.log.splitlines() if "request astray" in each]
+    assert "path=fallback" in line
+    assert f"127.0.0.1:{nobody}" in line
+    assert "refused" in line
+
+
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [

@@ -79,6 +79,7 @@ class FinishRequest(Struct, frozen=True, tag=True):
     vector: bytes = b""  # float32 little endian, of who wanted one
     host_tokens: int = 0
     storage_tokens: int = 0
+    detail: str = ""  # of a fallback: why no KV has come
 
 
 class FailRequest(Struct, frozen=True, tag=True):

@@ -1,6 +1,6 @@
 """How requests end: with all their tokens, with one named cause, at a stop string of the edge, or at their deadline."""
 
-from tandem.core.commands import FinishReason, FinishRequest, StageTimings
+from tandem.core.commands import FinishReason, FinishRequest, Path, StageTimings
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
 from tandem.core.scheduler.leaving import end, failure
@@ -27,6 +27,7 @@ def finish(node: NodeState, progress: Progress, reason: FinishReason, vector: by
         vector,
         progress.host_tokens,
         progress.storage_tokens,
+        progress.first_cause if progress.path is Path.FALLBACK else "",
     )
     end(node, progress, verdict)
 

@@ -5,6 +5,7 @@ door of `documents.py`. Whatever goes wrong is said in one line and ends with th
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -177,6 +178,8 @@ class BootstrapClient:
         match error:
             case TimeoutError():
                 return f"no answer within {self.answer_s:g} s"
+            case OSError(errno=int(number)):
+                return os.strerror(number)
             case HostRefused() | OSError() | ExchangeError() | BadDocument():
                 return str(error)
             case _:

@@ -225,7 +225,7 @@ class Sample:
             room=self.ask.pair.room,
             dp_rank=self.live.rank.number_among_several,
             stage=None if failure is None else failure.stage,
-            detail="" if failure is None else failure.message,
+            detail=failure.message if failure is not None else "" if finish is None else finish.detail,
             peer="" if failure is None else failure.peer,
             waited_seconds=None if failure is None else failure.waited_seconds,
             ledger=self.ledger,
