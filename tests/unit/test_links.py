@@ -131,6 +131,19 @@ def test_a_dial_that_nobody_answers_is_given_up_in_time() -> None:
     assert decode.lost == [PREFILL]
 
 
+def test_dials_that_nobody_answers_end_together_where_the_last_is_nobodys_claim_any_more() -> None:
+    """The peer is lost with the first of them, and the other one is not missed."""
+    wires = Wires()
+    decode = Node(DECODE, wires)
+    wires.dial = lambda node, link, endpoint: None  # type: ignore[method-assign]
+    decode.connect()
+    other, elsewhere = (Address("127.0.0.2", 8998), 0), ("127.0.0.2", 5)
+    decode.links.connect(PREFILL, other, elsewhere, wires.now)
+    decode.links.connect(Incarnation("another", "11"), other, elsewhere, wires.now)
+    wires.pass_time(HELLO_NS, decode)
+    assert decode.lost == [PREFILL, Incarnation("another", "11")]
+
+
 def test_bytes_that_never_become_a_message_are_silence() -> None:
     """The length of a frame has changed on its way: all that follows is taken for the rest of that frame."""
     wires, prefill, decode = two_nodes()

@@ -216,6 +216,8 @@ class Links:
 
     def _tick_peer(self, peer: ControlPeer, now: Nanos) -> None:
         for link in [link for link in peer.dials.values() if now >= link.since_ns + HELLO_NS]:
+            if not link.is_open:  # the peer was lost with the one before
+                return
             self._close(link)
             self._dial_failed(peer, link.endpoint, DialFailure("does not prove who it is", is_final=True), now)
         if self.peers.get(peer.who) is not peer:
