@@ -179,7 +179,7 @@ class Leader:
         with contextlib.ExitStack() as undo:  # unless all goes well
             for node_rank, ranks in by_host.items():  # the host of the first worker comes first
                 if node_rank == 0:
-                    if spans_hosts and ranks[0].shard == 0 and group is None:
+                    if spans_hosts and group is None:
                         meeting = undo.enter_context(socket.create_server((own, 0), family=self._listener.family))
                         group = (own, int(meeting.getsockname()[1]))
                     continue
@@ -206,9 +206,9 @@ class Leader:
         return found
 
     async def _tell_end(self, dp_rank: int, node_ranks: set[int]) -> None:
-        for node_rank in node_ranks & self._hosts.keys():
+        for connection in [self._hosts[node_rank] for node_rank in node_ranks & self._hosts.keys()]:
             with contextlib.suppress(ChannelClosed):  # its own task notices
-                await self._hosts[node_rank].say(End(dp_rank))
+                await connection.say(End(dp_rank))
 
     async def _all_there(self, node_ranks: set[int], timeout_s: float | None) -> None:
         try:
