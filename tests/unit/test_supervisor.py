@@ -141,6 +141,19 @@ def test_the_cause_of_an_end_is_none_of_a_former_life(tmp_path: Path) -> None:
             fleet.restart(member)
 
 
+def test_who_ends_is_started_again_where_its_log_was_tidied_up(tmp_path: Path) -> None:
+    """As files are that are as old as the fleet, in the folder for temporary files."""
+    with Fleet(tmp_path, engines=1) as fleet:
+        member = fleet.start_program("decode-0", ("sh", "-c", "echo tandem: error: no model there"), port=1)
+        member.process.wait()
+        member.log.unlink()
+        with pytest.raises(CommandFailed, match="decode-0 ended with exit code 0; its log is "):
+            fleet.check_alive(member)
+        fleet.restart(member)
+        member.process.wait()
+        assert member.cause_of_end() == "no model there"
+
+
 def test_the_cause_of_an_end_is_found_behind_more_log_than_there_is_memory(tmp_path: Path) -> None:
     log = tmp_path / "decode-0.log"
     with log.open("wb") as file:

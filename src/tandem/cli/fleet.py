@@ -62,9 +62,12 @@ class Member:
 
     def cause_of_end(self) -> str | None:
         """The error line in its log, if it wrote one in this life."""
-        with self.log.open("rb") as file:
-            file.seek(max(self.life_at, self.log.stat().st_size - LAST_BYTES))
-            said = file.read(LAST_BYTES).decode(errors="replace")
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self.life_at, self.log.stat().st_size - LAST_BYTES))
+                said = file.read(LAST_BYTES).decode(errors="replace")
+        except FileNotFoundError:  # somebody has tidied up
+            return None
         for line in reversed(said.splitlines()):
             if line.startswith(ERROR_MARK):
                 return line.removeprefix(ERROR_MARK)
@@ -120,7 +123,8 @@ class Fleet:
     def restart(self, member: Member) -> None:
         """Another life of a member that has ended, on the same ports. Its log goes on."""
         assert member.process.poll() is not None
-        member.is_ready, member.life_at = False, member.log.stat().st_size
+        member.is_ready = False
+        member.life_at = member.log.stat().st_size if member.log.exists() else 0  # somebody has tidied up
         member.process = self._spawn(member.command, member.log, member.listener)
 
     def _spawn(self, command: Sequence[str], log: Path, listener: socket.socket | None) -> "subprocess.Popen[bytes]":
