@@ -320,6 +320,7 @@ def test_a_host_whose_place_is_taken_asks_again(play: Callable[..., None]) -> No
         host, _ = await here.accept()
         await host.say(Refused("node rank 1 is there already", is_final=False))
         await here.joined()
+        assert await is_closed(host)
 
     play(story)
 

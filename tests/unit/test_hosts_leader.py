@@ -296,6 +296,30 @@ def test_the_replicas_of_a_host_are_lost_with_it_and_it_may_come_back() -> None:
     asyncio.run(story())
 
 
+def test_who_waits_for_a_host_that_was_there_before_waits_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so the loop has time for the host that comes."""
+    notes: list[str] = []
+
+    def note(text: str, *args: object) -> None:
+        notes.append(text % args)
+        assert len(notes) < 10
+
+    async def story() -> None:
+        async with world() as here:
+            host = await here.join(1)
+            host.close()
+            await until(lambda: bool(here.lost))
+            monkeypatch.setattr(leader.logger, "info", note)
+            bringing = asyncio.create_task(here.leader.bring(0, timeout_s=None))
+            await until(lambda: bool(notes))
+            again = await here.join(1)
+            assert isinstance(await hear(again), Start)
+            assert notes == ["waits for node rank 1", "node rank 1 is there, at 127.0.0.1"]
+            bringing.cancel()
+
+    asyncio.run(story())
+
+
 def test_a_worker_that_ends_is_told_of_the_life_that_it_belonged_to() -> None:
     async def story() -> None:
         async with world(tp_size=2) as here:
