@@ -255,7 +255,10 @@ def test_with_node_rank_0_its_workers_are_lost_and_it_is_dialled_again(play: Cal
         host = await here.joined()
         assert all(process.was_killed for process in here.started)
         await here.workers(host, start_of(NEXT))
-        assert not here.started[-1].was_killed
+        here.started[-1].code = 3
+        assert await hear(host) == WorkerLost(NEXT.id, "")
+        watching = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_watch"]
+        assert len(watching) == 1, "none is left that would tell it to the connection before"
 
     play(story)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -211,15 +212,31 @@ def test_of_a_start_that_fails_no_connection_is_left_and_none_is_taken() -> None
             bringing = asyncio.create_task(here.leader.bring(0, timeout_s=None))
             start = await started(host)
             first, second = [place.ticket for place in start.places]
-            came = await here.worker(first)
+            came = await here.worker(second)
             await until(lambda: any(awaited.came.done() for awaited in here.leader._awaited.values()))
             await host.say(WorkerLost("another life", "of no matter"))
             await host.say(WorkerLost(start.incarnation.id, "it has no memory"))
             with pytest.raises(HostLost, match=r"^it has no memory$"):
                 await bringing
             assert await is_closed(came)
-            assert await is_closed(await here.worker(second))
             assert await is_closed(await here.worker(first))
+            assert await is_closed(await here.worker(second))
+            assert not here.leader._awaited
+
+    asyncio.run(story())
+
+
+def test_of_a_start_that_is_given_up_no_connection_is_left() -> None:
+    async def story() -> None:
+        async with world() as here:
+            host = await here.join(1)
+            bringing = asyncio.create_task(here.leader.bring(0, timeout_s=None))
+            start = await started(host)
+            came = await here.worker(start.places[1].ticket)
+            await until(lambda: any(awaited.came.done() for awaited in here.leader._awaited.values()))
+            bringing.cancel()
+            assert await is_closed(came)
+            assert not here.leader._awaited
 
     asyncio.run(story())
 
@@ -386,6 +403,7 @@ def test_a_host_that_says_nothing_is_lost_and_hears_meanwhile_that_the_leader_is
 
 def test_of_too_many_who_prove_nothing_the_first_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "MAX_UNPROVEN", 2)
+    monkeypatch.setattr(leader, "HANDSHAKE_S", 3600.0)
 
     async def story() -> None:
         async with world() as here:
@@ -404,6 +422,48 @@ def test_of_too_many_who_prove_nothing_the_first_gives_way(monkeypatch: pytest.M
                 silent[1].recv(1000)
             for sock in silent:
                 sock.close()
+
+    asyncio.run(story())
+
+
+def test_who_is_no_member_is_closed_and_who_has_gone_is_forgotten() -> None:
+    async def story() -> None:
+        async with world() as here:
+            host = await here.join(1)
+            sock = socket.create_connection(here.listener.getsockname())
+            stranger: HostConnection[ToFollower] = HostConnection(
+                sock, ClusterSecret(b"of another cluster"), ToFollower, is_dialler=True
+            )
+            await stranger.meet()
+            await stranger.say(Join(1, FIELDS))
+            while await asyncio.get_running_loop().sock_recv(sock, 1000):
+                pass
+            stranger.close()
+            assert await is_closed(await here.worker(bytes(16)))
+            (await here.dial()).close()
+            await until(lambda: not here.leader._unproven and len(here.leader._proven) == 1)
+            host.close()
+            await until(lambda: not here.leader._proven)
+
+    asyncio.run(story())
+
+
+def test_where_no_descriptor_is_left_hosts_come_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "ACCEPT_PAUSE_S", 0.001)
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        accept, failures = loop.sock_accept, [OSError(errno.EMFILE, "too many open files")] * 3
+
+        async def sock_accept(sock: socket.socket) -> tuple[socket.socket, object]:
+            if failures:
+                raise failures.pop()
+            return await accept(sock)
+
+        monkeypatch.setattr(loop, "sock_accept", sock_accept)
+        async with world() as here:
+            await here.join(1)
+        assert not failures
 
     asyncio.run(story())
 
