@@ -209,6 +209,7 @@ def test_a_worker_that_ends_is_told_once_with_the_life_that_it_belonged_to(play:
         here.started[1].code = -11
         reason = "the worker TP3 PP0 process was ended by signal SIGSEGV, on node rank 1"
         assert await hear(host) == WorkerLost(LIFE.id, reason)
+        await asyncio.sleep(50 * follower.POLL_S)  # it looks again, and has nothing to say
         await here.workers(host, start_of(NEXT))
         assert here.started[0].was_killed, "what is left of the life before ends first"
         here.started[2].code = 3

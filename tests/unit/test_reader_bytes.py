@@ -16,14 +16,16 @@ from tandem.core.kv_parts import KvShard
 from tandem.core.values import Cause, Cut, Incarnation, PageId, RequestId
 from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
+from tandem.transfer import owner as owner_module
 from tandem.transfer import protocol
 from tandem.transfer import reader as reader_module
 from tandem.transfer.digests import DIGEST_BYTES
 from tandem.transfer.jobs import OfferedPages, PeerAddress, Trouble
 from tandem.transfer.outbox import Outbox
+from tandem.transfer.owner import PageOwner
 from tandem.transfer.pages import Pages
 from tandem.transfer.port import Backend
-from tandem.transfer.protocol import Status
+from tandem.transfer.protocol import Registered, Status
 from tandem.transfer.reader import PageReader, PullFailed
 
 PAGE_BYTES, NUM_PAGES = 64, 8
@@ -137,14 +139,15 @@ def test_a_small_message_that_is_whole_in_time_comes_however_many_drops_it_has(m
     assert links.receive(link, 5, timeout_s=5) == bytes([7] * 5)  # type: ignore[arg-type]
 
 
+def no_thread(*_: object, **__: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_pulls_go_on_where_the_system_has_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     told: queue.Queue[Event] = queue.Queue()
     made, _ = reader(told.put)
 
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(reader_module.threading, "Thread", refuse)
+    monkeypatch.setattr(reader_module.threading, "Thread", no_thread)
     made.learn(PEER, Cut(), [PeerAddress("127.0.0.1", 1, "")])
     for request in (RequestId(1), RequestId(2)):
         secret = bytes(protocol.GRANT_SECRET_BYTES)
@@ -154,6 +157,46 @@ def test_pulls_go_on_where_the_system_has_no_other_thread(monkeypatch: pytest.Mo
         assert isinstance(failed, TransferFailed)
         assert (failed.request, failed.cause) == (request, Cause.PEER_LOST)
     made.close(grace_s=5)
+
+
+def test_memory_is_registered_later_where_the_system_has_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who needs NIXL would be told for ever that this is under way."""
+    registered = Registered(0, PAGE_BYTES * NUM_PAGES, b"metadata")
+    has_registered = threading.Event()
+
+    class Memory:
+        def __init__(self) -> None:
+            self.registered = registered
+            has_registered.set()
+
+        def close(self) -> None:
+            pass
+
+    owner = PageOwner(
+        Pages(memoryview(bytearray(PAGE_BYTES * NUM_PAGES)), PAGE_BYTES),
+        KvShard.whole(PAGE_BYTES),
+        incarnation=PEER,
+        secret=ClusterSecret(b"the secret of this cluster"),
+        host="127.0.0.1",
+        unix_dir=None,
+        outbox=Outbox(lambda event: None),
+        io_timeout_s=5,
+        max_links=4,
+        memory=None,
+        backend=Backend.AUTO,
+        register=Memory,
+    )
+    try:
+        with monkeypatch.context() as full:
+            full.setattr(owner_module.threading, "Thread", no_thread)
+            with pytest.raises(RuntimeError):
+                owner._registered()
+        assert owner._registered() is None
+        assert has_registered.wait(20)
+        owner.register()  # it is, or will be at once
+        assert owner._registered() == registered
+    finally:
+        owner.close(grace_s=5)
 
 
 def test_a_unix_socket_at_which_many_wait_is_waited_for_and_not_gone_round() -> None:

@@ -151,8 +151,8 @@ class PageOwner:
             if self._nixl_failure is not None:
                 raise self._nixl_failure
             if not self._is_registering:
-                self._is_registering = True
                 threading.Thread(target=self._register_once, name="kv-nixl", daemon=True).start()
+                self._is_registering = True  # not before: where the system has no thread left it is tried again
         return None
 
     def _register_once(self) -> None:
