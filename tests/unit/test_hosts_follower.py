@@ -202,6 +202,32 @@ def test_the_first_worker_makes_the_place_where_its_group_meets_if_there_is_none
     play(story)
 
 
+def test_a_group_on_one_host_meets_on_loopback_and_nobody_else_is_told(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "GROUP_HOST", "127.0.0.3")
+
+    async def story(here: World) -> None:
+        host = await here.joined()
+        places = tuple(WorkerTicket(shard, bytes([shard]) * 16) for shard in (0, 1))
+        found = await here.workers(host, Start(1, LIFE, places, False))
+        assert [said.meeting_port for said, _ in found] == [0, 0]
+        assert [process.launch.group_host for process in here.started] == ["127.0.0.3"] * 2
+        assert [process.launch.group_own for process in here.started] == [""] * 2
+        assert [process.num_ends for process in here.started] == [2, 1]
+
+    play(story, tp_size=2, dp_size=2)
+
+
+def test_a_worker_that_is_alone_meets_nobody(play: Callable[..., None]) -> None:
+    async def story(here: World) -> None:
+        host = await here.joined()
+        await here.workers(host, Start(1, LIFE, (WorkerTicket(0, bytes(16)),), False))
+        assert [(process.launch.group_port, process.num_ends) for process in here.started] == [(0, 1)]
+
+    play(story, tp_size=1, dp_size=2)
+
+
 def test_a_worker_that_ends_is_told_once_with_the_life_that_it_belonged_to(play: Callable[..., None]) -> None:
     async def story(here: World) -> None:
         host = await here.joined()
