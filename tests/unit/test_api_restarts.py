@@ -168,6 +168,56 @@ def test_a_rank_that_hangs_while_it_loads_again_is_tried_again(monkeypatch: pyte
     serve(story)
 
 
+def test_a_rank_that_loads_again_may_take_as_long_as_the_first_start_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(
+        process, "loading_patience_s", lambda first_s, watchdog_s, attempt: told.append(first_s) or 1_000.0
+    )
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await server.serves()
+        most_s = loop.time() - began
+        server.dies(1)
+        await server.starts(1, 2)
+        await until(lambda: bool(told))
+        assert 0 < told[0] <= most_s
+
+    serve(story)
+
+
+def test_a_rank_that_ends_without_a_word_is_started_anew_soon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for ever for a word of the kernel's."""
+    monkeypatch.setattr(process, "EXIT_REASON_S", 0.01)
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        server.lives[1][0].node.close()
+        await server.starts(1, 2)
+        assert "DP rank 1 is lost: a process of this server ended without a word; see its log" in caplog.messages
+
+    serve(story)
+
+
+def test_who_ended_a_rank_is_said_though_the_kernel_tells_it_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "EXIT_REASON_S", 1_000.0)
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        codes = iter((None, None, -9))
+        monkeypatch.setattr(server.lives[1][0].child, "poll", lambda: next(codes, -9))
+        server.lives[1][0].node.close()
+        await server.starts(1, 2)
+        assert any("the worker process was killed by signal SIGKILL" in message for message in caplog.messages)
+
+    serve(story)
+
+
 def test_patience_with_a_load_is_that_of_the_first_start_and_the_watchdog_together() -> None:
     assert loading_patience_s(2.0, 30.0, 0) == 36.0
     assert loading_patience_s(2.0, 30.0, 3) == 78.0

@@ -311,7 +311,8 @@ def test_a_server_that_ends_well_lets_workers_end_by_themselves(play: Callable[.
         await here.workers(host, start_of())
         await host.say(Goodbye())
         here.started[0].code = 0
-        await until(lambda: not here.running.done())
+        assert await is_closed(host)
+        assert not here.running.done()
         here.started[1].code = 0
         await here.running
         assert not any(process.was_killed for process in here.started)
