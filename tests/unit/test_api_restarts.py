@@ -218,6 +218,41 @@ def test_who_ended_a_rank_is_said_though_the_kernel_tells_it_later(
     serve(story)
 
 
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [("HTTP server", (process.QuietServer, "serve")), ("watchdog", (process.Watchdog, "run"))],
+)
+def test_a_server_of_which_a_part_has_failed_ends_and_says_which(
+    monkeypatch: pytest.MonkeyPatch, what: str, where: tuple[type, str]
+) -> None:
+    """It would be there, and not answer, or not notice who hangs."""
+
+    async def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(*where, fail)
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        for dp_rank in (0, 1):
+            server.ready(dp_rank)
+        with pytest.raises(ServerFailure, match=f"^the {what} ended: a bug$"):
+            await running
+
+    serve(story)
+
+
+def test_a_restart_that_fails_by_an_error_of_ours_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ApiProcess, "_start_anew", Mock(side_effect=RuntimeError("a bug")))
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        server.dies(1)
+        with pytest.raises(ServerFailure, match=r"^the restart of a replica ended: a bug$"):
+            await running
+
+    serve(story)
+
+
 def test_patience_with_a_load_is_that_of_the_first_start_and_the_watchdog_together() -> None:
     assert loading_patience_s(2.0, 30.0, 0) == 36.0
     assert loading_patience_s(2.0, 30.0, 3) == 78.0

@@ -191,6 +191,21 @@ def test_each_worker_has_its_place_and_its_channel(play: Callable[..., None]) ->
     play(story)
 
 
+@pytest.mark.parametrize(("mode", "secret"), [("null", b""), ("prefill", SECRET.raw)])
+def test_a_worker_is_told_the_secret_where_it_has_peers_and_where_it_can_be_reached(
+    play: Callable[..., None], mode: str, secret: bytes
+) -> None:
+    async def story(here: World) -> None:
+        host = await here.joined()
+        await here.workers(host, start_of())
+        for process in here.started:
+            assert process.launch.cluster_secret == secret
+            assert process.launch.config.host == "127.0.0.1", "and not everywhere"
+            assert process.launch.config.api_key is None
+
+    play(story, host="0.0.0.0", disaggregation_mode=mode, api_key="a key of this host's")
+
+
 def test_the_first_worker_makes_the_place_where_its_group_meets_if_there_is_none(play: Callable[..., None]) -> None:
     async def story(here: World) -> None:
         host = await here.joined()
