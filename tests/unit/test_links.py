@@ -131,6 +131,20 @@ def test_a_dial_that_nobody_answers_is_given_up_in_time() -> None:
     assert decode.lost == [PREFILL]
 
 
+def test_a_wrong_claim_does_not_count_against_a_right_one_that_comes_late() -> None:
+    wires = Wires()
+    prefill, decode = Node(PREFILL, wires), Node(DECODE, wires)
+    wires.listener = prefill
+    decode.connect(("127.0.0.2", 5))
+    wires.pass_time(RETURN_NS - 1, decode)
+    decode.links.connect(PREFILL, (Address("127.0.0.2", 8998), 0), ENDPOINT, wires.now)
+    wires.now = Nanos(wires.now + 1)
+    decode.links.tick(wires.now)
+    wires.carry()
+    assert decode.lost == []
+    assert decode.is_connected
+
+
 def test_dials_that_nobody_answers_end_together_where_the_last_is_nobodys_claim_any_more() -> None:
     """The peer is lost with the first of them, and the other one is not missed."""
     wires = Wires()
