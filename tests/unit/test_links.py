@@ -131,6 +131,26 @@ def test_a_dial_that_nobody_answers_is_given_up_in_time() -> None:
     assert decode.lost == [PREFILL]
 
 
+def test_a_node_sleeps_until_there_is_something_to_do() -> None:
+    """No longer, for nobody else wakes it, and no shorter, for it would go round and round."""
+    wires, prefill, decode = two_nodes()
+    wires.listener = None
+    wires.cut(link_of(decode, PREFILL))
+    assert prefill.links.next_deadline() == RETURN_NS, "then it gives up decode, which does not come back"
+    dialling = Node(DECODE, wires)
+    wires.dial = lambda node, link, endpoint: None  # type: ignore[method-assign]
+    dialling.connect()
+    assert dialling.links.next_deadline() == HELLO_NS
+    asked = Node(PREFILL, wires)
+    stranger = asked.links.accepted(wires.now)
+    assert asked.links.next_deadline() == HELLO_NS
+    asked.links.tick(Nanos(HELLO_NS - 1))
+    assert stranger.is_open
+    asked.links.tick(HELLO_NS)
+    assert not stranger.is_open
+    assert asked.links.next_deadline() is None
+
+
 def test_a_wrong_claim_does_not_count_against_a_right_one_that_comes_late() -> None:
     wires = Wires()
     prefill, decode = Node(PREFILL, wires), Node(DECODE, wires)
