@@ -146,7 +146,7 @@ def test_a_node_sleeps_until_there_is_something_to_do() -> None:
     assert asked.links.next_deadline() == HELLO_NS
     asked.links.tick(Nanos(HELLO_NS - 1))
     assert stranger.is_open
-    asked.links.tick(HELLO_NS)
+    asked.links.tick(Nanos(HELLO_NS))
     assert not stranger.is_open
     assert asked.links.next_deadline() is None
 

@@ -71,6 +71,13 @@ def test_one_row_for_each_rank_with_its_workers_added_up() -> None:
     assert found[1].values["worker_open_transfers"] == 7
 
 
+def test_ranks_are_in_the_order_of_their_numbers() -> None:
+    text = 'tandem:prompt_tokens_total{engine_type="unified"} 5\n'
+    text += "".join(metrics(rank, num_running_reqs=1) for rank in range(11, -1, -1))
+    found = top.ranks_of(text, "http://a:1", "")
+    assert [look.rank for look in found] == [top.SERVER, *map(str, range(12))]
+
+
 def test_what_a_server_counts_for_all_ranks_is_no_ranks() -> None:
     """Of its only rank where it has one, and of none where it has several: there it has a row of its own."""
     served = 'sglang:prompt_tokens_total{engine_type="unified"} 5\n'

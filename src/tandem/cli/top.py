@@ -158,7 +158,7 @@ def ranks_of(metrics: str, server: str, role: str) -> list[Look]:
                 values = found.setdefault(rank, Look(server, role or kind, rank, time.monotonic())).values
                 name = sample.name.partition(":")[2]
                 values[name] = values.get(name, 0.0) + sample.value
-    looks = [found[rank] for rank in sorted(found, key=lambda rank: "" if rank == SERVER else rank)]
+    looks = [found[rank] for rank in sorted(found, key=lambda rank: (rank != SERVER, len(rank), rank))]  # 2 before 10
     if len(looks) == 2 and looks[0].rank == SERVER:
         whole, only = looks
         only.values |= whole.values
