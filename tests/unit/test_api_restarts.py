@@ -168,6 +168,38 @@ def test_a_rank_that_hangs_while_it_loads_again_is_tried_again(monkeypatch: pyte
     serve(story)
 
 
+def test_a_rank_that_is_ready_in_the_last_moment_is_not_taken_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "READY_POLL_S", 0.0123)
+    monkeypatch.setattr(process, "loading_patience_s", lambda first_s, watchdog_s, attempt: 0.0)
+    sleep, lose, told = asyncio.sleep, ApiProcess._lose, list[str]()
+
+    def see(self: ApiProcess, dp_rank: int, reason: str, children: Children, **remedy: str) -> None:
+        told.append(reason)
+        lose(self, dp_rank, reason, children, **remedy)
+
+    monkeypatch.setattr(ApiProcess, "_lose", see)
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        async def sleep_on(seconds: float) -> None:
+            """Until the rank is ready, where it is that which is waited for."""
+            if seconds == process.READY_POLL_S:
+                server.ready(1)
+            while seconds == process.READY_POLL_S and server.api._client.ranks[1].node is None:
+                await sleep(0.001)
+            await sleep(seconds)
+
+        await server.serves()
+        monkeypatch.setattr(asyncio, "sleep", sleep_on)
+        server.dies(1)
+        await until(lambda: len(server.lives[1]) == 2 and not server.api._restarts)
+        assert not any("it was not ready" in reason for reason in told)
+        assert set(server.api._watching) == {0, 1}
+
+    serve(story)
+
+
 def test_a_rank_that_loads_again_may_take_as_long_as_the_first_start_took(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
     monkeypatch.setattr(

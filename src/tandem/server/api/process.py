@@ -449,7 +449,7 @@ class ApiProcess:
         deadline = loop.time() + patience_s
         while rank.node is None:  # should it die or hang instead, `_lose` cancels this and starts the next attempt
             await asyncio.sleep(READY_POLL_S)
-            if loop.time() >= deadline:
+            if rank.node is None and loop.time() >= deadline:
                 self._lose(dp_rank, f"it was not ready after {patience_s:.1f} s", self._replicas.children[dp_rank])
         del self._restarts[dp_rank]
         self._watch(dp_rank)
