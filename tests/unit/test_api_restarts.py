@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any  # settings by name
 from unittest.mock import Mock
 
 import msgspec
@@ -15,7 +16,9 @@ from test_prefill_registers import FACTS, PAYLOAD, REPLICA, REQUEST, Child, unti
 
 from tandem.config import ServerConfig
 from tandem.core import commands
+from tandem.core.settings import PrefillInfo
 from tandem.core.values import Cause, Incarnation
+from tandem.membership import ClusterSecret
 from tandem.ranks import Rank
 from tandem.server import wire
 from tandem.server.api import process
@@ -43,6 +46,7 @@ class Server:
     lives: list[list[Life]] = field(default_factory=lambda: [[], []])  # by DP rank
     process: ApiProcess | None = None
     linger: bool = False  # processes that are started from now on end only when they are killed
+    replica: wire.ReplicaInfo = UNIFIED
 
     def start(self, dp_rank: int, _elsewhere: object = None) -> Children:
         node, api_end = socket.socketpair()
@@ -57,7 +61,7 @@ class Server:
 
     def ready(self, dp_rank: int) -> None:
         identity = Incarnation("one", f"{dp_rank}{len(self.lives[dp_rank])}")
-        replica = msgspec.structs.replace(UNIFIED, incarnation=identity, dp_rank=dp_rank)
+        replica = msgspec.structs.replace(self.replica, incarnation=identity, dp_rank=dp_rank)
         self.lives[dp_rank][-1].say(wire.NodeReady(replica, 9, 1))
 
     def dies(self, dp_rank: int) -> None:
@@ -87,13 +91,15 @@ def serve(
     *,
     drain_timeout: float = 60,
     hosts: OtherHosts | None = None,
+    secret: ClusterSecret | None = None,
+    **flags: Any,
 ) -> None:
     async def main() -> None:
         server = Server()
-        config = ServerConfig(model="m", port=0, dp_size=2, drain_timeout=drain_timeout)
+        config = ServerConfig(model="m", port=0, dp_size=2, drain_timeout=drain_timeout, **flags)
         listeners = bind_listeners(config)
         server.process = ApiProcess(config, Replicas(server.start, 2), listeners, lambda _: hosts or NoOtherHosts())
-        running = asyncio.create_task(server.process.run(FACTS, None))
+        running = asyncio.create_task(server.process.run(FACTS, secret))
         try:
             await story(server, running)
         finally:
@@ -164,6 +170,70 @@ def test_a_rank_that_hangs_while_it_loads_again_is_tried_again(monkeypatch: pyte
         await until(lambda: not server.api._restarts)
         server.lives[1][2].child.lingers = False
         assert not running.done()
+
+    serve(story)
+
+
+def test_decode_does_not_find_a_rank_that_is_lost_until_it_is_back() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        server.replica = msgspec.structs.replace(REPLICA, prefill=PrefillInfo(dp_size=2))
+        registry = server.api._registry
+        await server.serves()
+        assert registry.is_ready
+        server.dies(1)
+        await server.starts(1, 2)
+        assert not registry.is_ready
+        server.ready(1)
+        await until(lambda: registry.is_ready)
+
+    flags = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 0}
+    serve(story, secret=ClusterSecret(b"the secret of this cluster"), **flags)
+
+
+def test_of_a_rank_that_is_lost_nobody_listens_to_the_node_and_nobody_watches_it() -> None:
+    """The watchdog would take the next life, which loads, for one that hangs."""
+
+    def ends(node: socket.socket) -> bool:
+        node.settimeout(20)
+        while node.recv(1000):
+            pass
+        return True
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        watching = server.api._watching[1]
+        server.dies(1)
+        assert await asyncio.to_thread(ends, server.lives[1][0].node)
+        await server.starts(1, 2)
+        assert watching.cancelled()
+
+    serve(story)
+
+
+def test_a_rank_is_started_anew_when_its_node_has_written_what_it_did_last() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        server.lives[1][0].child.lingers = True
+        await server.serves()
+        server.dies(1)
+        await until(lambda: server.api._client.ranks[1].node is None)
+        await asyncio.sleep(20 * process.RESTART_S)
+        assert len(server.lives[1]) == 1
+        server.lives[1][0].child.lingers = False
+        await server.starts(1, 2)
+
+    serve(story)
+
+
+def test_every_attempt_waits_as_long_as_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(process, "restart_delay_s", lambda attempt: told.append(attempt) or 0.0)
+
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        for number in range(2, 5):
+            server.dies(1)
+            await server.starts(1, number)
+        assert told == [0, 1, 2]
 
     serve(story)
 
