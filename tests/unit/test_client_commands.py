@@ -163,7 +163,7 @@ def test_urls_are_taken_as_users_write_them() -> None:
     assert base_url("https://x/v1") == "https://x"
 
 
-@pytest.mark.parametrize("url", ["", "http://", "ftp://a:1", "a:b", "http://[::1"])
+@pytest.mark.parametrize("url", ["", "http://", "ftp://a:1", "a:b", "http://[::1", "http://a..b:1", "a" * 64])
 def test_what_is_no_url_is_wrong_usage(url: str) -> None:
     with pytest.raises(CommandFailed, match="is not the URL of a server") as raised:
         client_options(argparse.Namespace(url=url, api_key=None, api_key_file=None))
@@ -384,6 +384,14 @@ def test_a_router_that_cannot_be_says_why(words: str, reason: str) -> None:
     with pytest.raises(CommandFailed, match=reason) as raised:
         router.make_config(_parse(words.split()))
     assert raised.value.is_wrong_usage
+
+
+@pytest.mark.parametrize("host", ["a..b", "256.1.1.1"])
+def test_a_router_that_cannot_listen_says_why(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.logs, "set_up", lambda *_, **__: None)
+    words = f"--prefill http://a:1 --decode http://d:4 --port 0 --host {host}"
+    with pytest.raises(CommandFailed, match=r"^cannot listen on .*:0: (?!Unknown error)"):
+        router.run(_parse(words.split()))
 
 
 def test_router_policies_are_told_by_role_with_their_numbers() -> None:

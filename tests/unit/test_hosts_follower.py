@@ -448,3 +448,11 @@ def test_a_second_signal_ends_a_host_at_once_with_its_workers(
         assert killed == [[True, True]]
 
     play(story)
+
+
+def test_node_rank_0_at_what_is_no_name_is_dialled_until_it_is_given_up(play: Callable[..., None]) -> None:
+    async def story(here: World) -> None:
+        why = await failure(here.running)
+        assert why.startswith("node rank 0 at a..b:5000 has not let node rank 1 in until --dist-timeout: ")
+
+    play(story, dist_init_addr="a..b:5000", dist_timeout=0.0)

@@ -173,6 +173,7 @@ def test_a_taken_bootstrap_port_gives_the_http_port_back() -> None:
     [
         ("256.1.1.1", 0, "no address of this machine"),
         ("192.0.2.1", 0, "check --host"),
+        ("a..b", 0, "no host has such a name"),
     ],
 )
 def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int, words: str) -> None:

@@ -193,7 +193,8 @@ def _checked(url: str) -> str:
     """httpx takes `http://` and an unknown scheme, and complains only when it sends."""
     try:
         found = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        found.host.encode("idna")  # as who looks it up does
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise CommandFailed(f"--url {url} is not the URL of a server ({error})", is_wrong_usage=True) from None
     if found.scheme not in ("http", "https") or not found.host:
         raise CommandFailed(f"--url {url} is not the URL of a server, like {DEFAULT_URL}", is_wrong_usage=True)

@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         where = f"{config.host}:{config.port}" if config.fd is None else f"file descriptor {config.fd}"
         reason = os.strerror(error.errno) if error.errno else str(error)  # its own text repeats the address
+        if (error.errno or 0) < 0:  # none of the kernel's: a name was not found
+            reason = str(error.strerror)
         remedy = "; use another --port" if error.errno == errno.EADDRINUSE else ""
         raise CommandFailed(f"cannot listen on {where}: {reason}{remedy}") from None
     warning = open_to_others(config)

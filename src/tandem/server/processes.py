@@ -376,10 +376,9 @@ def _bind(host: str, port: int, *, flag: str, host_flag: str = "--host") -> sock
     """Listens from here on: whoever connects early waits for us, whoever wants the same port fails."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise ServerFailure(
-            f"{host_flag} {host} is no address of this machine ({error.strerror}); use 127.0.0.1"
-        ) from error
+    except (OSError, UnicodeError) as error:  # the latter of what no name can be
+        why = error.strerror if isinstance(error, OSError) else "no host has such a name"
+        raise ServerFailure(f"{host_flag} {host} is no address of this machine ({why}); use 127.0.0.1") from error
     try:
         listener = socket.create_server(
             (host, port) if family == socket.AF_INET else address[:2],

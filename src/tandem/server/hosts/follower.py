@@ -148,7 +148,7 @@ class Follower:
                 raise ServerFailure(f"{self._leader} {error}") from None
             except TimeoutError:
                 answer, why = None, "no answer"
-            except (OSError, ChannelClosed, MalformedFrame) as error:
+            except (OSError, UnicodeError, ChannelClosed, MalformedFrame) as error:  # UnicodeError: of what is no name
                 answer, why = None, str(error)
             if isinstance(answer, Welcome) and connection is not None:
                 return connection
