@@ -1,6 +1,7 @@
 """Page files that NIXL moves: the same files as those of system calls, and faults of a device are errors in time."""
 
 import os
+from collections import Counter
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,41 @@ def test_with_many_transfers_that_do_not_end_nothing_is_moved_until_they_have(
                 with pytest.raises(TimeoutError):
                     folder.read("page", FILE_BYTES)
         with pytest.raises(OSError, match="does not end 8 transfers"):
+            folder.read("page", FILE_BYTES)
+    assert folder.read("page", FILE_BYTES) == PAGE
+    assert mover._reads._abandoned == []
+
+
+def test_a_transfer_that_has_ended_leaves_nothing_registered(
+    tmp_path: Path, mover: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, calls = DiskFolder(tmp_path, mover), Counter[str]()
+    for name in ("register_memory", "deregister_memory", "initialize_xfer", "release_xfer_handle"):
+        call = getattr(nixl_mover.nixl_agent, name)
+
+        def counted(*given: Any, name: str = name, call: Any = call) -> Any:
+            calls[name] += 1
+            return call(*given)
+
+        monkeypatch.setattr(nixl_mover.nixl_agent, name, counted)
+    folder.write("page", [PAGE])
+    assert folder.read("page", FILE_BYTES) == PAGE
+    assert calls == dict.fromkeys(calls, 2)
+    assert len(calls) == 4
+
+
+def test_a_transfer_that_was_never_begun_is_not_waited_for(
+    tmp_path: Path, mover: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = DiskFolder(tmp_path, mover)
+    folder.write("page", [PAGE])
+
+    def refuse(*_: Any) -> None:
+        raise nixl_mover.NIXL_ERRORS[0]("it has no place for one more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nixl_mover.nixl_agent, "initialize_xfer", refuse)
+        with pytest.raises(OSError, match="NIXL could not read: it has no place for one more"):
             folder.read("page", FILE_BYTES)
     assert folder.read("page", FILE_BYTES) == PAGE
     assert mover._reads._abandoned == []
