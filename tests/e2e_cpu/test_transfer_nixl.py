@@ -488,3 +488,32 @@ def test_a_process_that_has_an_agent_ends_by_sighup_as_ever() -> None:
     """UCX would take the signal, to wait for a debugger."""
     ended = in_a_process("import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nprint('alive')")
     assert (ended.returncode, ended.stdout) == (-signal.SIGHUP, "")
+
+
+def test_what_may_end_begins_no_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent is destroyed next, and nothing may be under way then."""
+
+    class Agent:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def meet(self, metadata: bytes) -> bytes:
+            return b"the peer"
+
+        def register(self, buffer: memoryview) -> None:
+            raise AssertionError("a read begins")
+
+        def destroy(self) -> bool:
+            return True
+
+    monkeypatch.setattr(nixl_memory(), "Agent", Agent)
+    registered = protocol.Registered(0, NUM_PAGES * PAGE_BYTES, b"metadata")
+    settings = {"page_bytes": PAGE_BYTES, "host": "127.0.0.1", "slot_bytes": PAGE_BYTES, "timeout_s": 1.0}
+    memory = nixl_memory().ReadMemory(registered, **settings)
+    try:
+        assert memory.may_end()
+        whole = Runs(0, PAGE_BYTES, 1, 1)
+        with pytest.raises(LinkBroken, match="is not used any more"), memory.reach([0], whole, has_news=lambda: False):
+            pass
+    finally:
+        memory.end()
