@@ -341,12 +341,8 @@ class RouterApp:
     async def _ask_all(
         self, request: Request, page: WorkerRoute
     ) -> list[tuple[RegisteredWorker, httpx.Response | str]]:
-        return await self._send_all(request, page, await read_body(request))
-
-    async def _send_all(
-        self, request: Request, page: WorkerRoute, body: bytes
-    ) -> list[tuple[RegisteredWorker, httpx.Response | str]]:
-        """To the live ones, prefills first."""
+        """The live ones, prefills first."""
+        body = await read_body(request)
         workers = [*self.router.registry.live(Role.PREFILL), *self.router.registry.live(Role.DECODE)]
         return await self._send_to(workers, request, page, body)
 
