@@ -1,8 +1,8 @@
 """What the router asks of workers in a client's name: which pages, with which headers, and nothing else.
 
-Paths and methods that reach a worker are put together from `PAGES`, never from what the client wrote; the one part that
-a client fills in, the name of a model, is quoted anew and cannot leave its place. The same for headers: those of the
-lists below are passed on. A client's key is among them, as gateways for SGLang have it: workers may check keys
+Paths and methods that reach a worker are those of the `WorkerRoute`s below, and not what the client wrote; the one part
+that a client fills in, the name of a model, is quoted anew and cannot leave its place. The same for headers: those of
+the lists below are passed on. A client's key is among them, as gateways for SGLang have it: workers may check keys
 themselves, and tell clients apart by them. So where both have keys, the workers need every key that the router knows.
 """
 
