@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.bootstrap_registry import Accepted, BootstrapRegistry, Registration, RegistryLimits, Rejected
+from tandem.core.bootstrap_registry import BootstrapRegistry, Registration, RegistryLimits, Rejected
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
 
@@ -21,7 +21,7 @@ def rank(number: int = 0, *, of: int = 1, life: int = 1, name: str = "p", **chan
 def filled(*registrations: Registration, limits: RegistryLimits | None = None) -> BootstrapRegistry:
     registry = BootstrapRegistry(limits or RegistryLimits())
     for one in registrations:
-        assert isinstance(registry.register(one), Accepted)
+        assert registry.register(one) is None
     return registry
 
 
@@ -48,7 +48,7 @@ def test_nobody_is_ready_before_every_rank_is_there() -> None:
 def test_the_same_registration_again_changes_nothing() -> None:
     registry = filled(rank())
     registry.announce(Room(5), 0, NOW)
-    assert registry.register(rank()) == Accepted(is_new=False)
+    assert registry.register(rank()) is None
     assert registry.ranks_of([Room(5)], NOW) == {5: 0}
 
 
@@ -62,7 +62,7 @@ def test_another_incarnation_replaces_and_its_old_rooms_are_forgotten() -> None:
     registry = filled(rank(0, of=2), rank(1, of=2))
     registry.announce(Room(5), 0, NOW)
     registry.announce(Room(6), 1, NOW)
-    assert registry.register(rank(0, of=2, life=2)) == Accepted(is_new=True)
+    assert registry.register(rank(0, of=2, life=2)) is None
     assert documents(registry) == [b"p/0/2", b"p/1/1"]
     assert registry.ranks_of([Room(5), Room(6)], NOW) == {6: 1}
 
@@ -79,13 +79,13 @@ def test_an_incarnation_that_was_replaced_cannot_come_back() -> None:
 
 def test_a_life_of_the_same_number_at_another_place_was_not_replaced() -> None:
     registry = filled(rank(of=2), rank(1, of=2), rank(of=2, life=2), rank(of=2, life=3))
-    assert registry.register(rank(1, of=2, life=2)) == Accepted(is_new=True)
+    assert registry.register(rank(1, of=2, life=2)) is None
 
 
 def test_replaced_incarnations_are_remembered_in_bounded_number() -> None:
     registry = filled(*(rank(life=life) for life in range(1, 6)), limits=RegistryLimits(max_replaced=2))
     assert isinstance(registry.register(rank(life=4)), Rejected)
-    assert isinstance(registry.register(rank(life=1)), Accepted)
+    assert registry.register(rank(life=1)) is None
 
 
 def test_a_life_cannot_change_what_it_said() -> None:
@@ -110,7 +110,7 @@ def test_who_has_left_may_come_back() -> None:
     registry.announce(Room(5), 0, NOW)
     registry.unregister(rank().who)
     assert registry.ranks_of([Room(5)], NOW) == {}
-    assert isinstance(registry.register(rank()), Accepted)
+    assert registry.register(rank()) is None
 
 
 def test_ranks_that_disagree_are_refused_with_the_field() -> None:
@@ -136,10 +136,10 @@ def test_a_prefill_that_comes_back_with_fewer_ranks_registers_and_none_of_the_fo
     registry = filled(*(rank(number, of=4) for number in range(4)))
     for number in range(4):
         registry.announce(Room(number), number, NOW)
-    assert registry.register(rank(1, of=2, life=2)) == Accepted(is_new=True)
+    assert registry.register(rank(1, of=2, life=2)) is None
     assert (registry.is_ready, registry.dp_size) == (False, 2)
     assert registry.ranks_of(map(Room, range(4)), NOW) == {}
-    assert registry.register(rank(0, of=2, life=2)) == Accepted(is_new=True)
+    assert registry.register(rank(0, of=2, life=2)) is None
     assert registry.is_ready
     assert documents(registry) == [b"p/0/2", b"p/1/2"]
     for number in range(4):
@@ -158,7 +158,7 @@ def test_a_prefill_that_comes_back_with_more_ranks_registers_beginning_with_one_
     assert refused.param == "prefill"
     assert documents(registry) == [b"p/0/1", b"p/1/1"], "who is new at a free place ends nobody"
     for one in (new[1], new[3], new[0], new[2]):
-        assert registry.register(one) == Accepted(is_new=True)
+        assert registry.register(one) is None
     assert documents(registry) == [one.document for one in new]
 
 
@@ -179,21 +179,21 @@ def test_a_rank_of_the_server_itself_is_replaced_by_nobody_else_while_it_lives()
         refused = registry.register(foreign)
         assert isinstance(refused, Rejected)
         assert refused.param == "dp_rank"
-    assert registry.register(rank(life=1)) == Accepted(is_new=False)
+    assert registry.register(rank(life=1)) is None
     assert documents(registry) == [b"p/0/1"]
-    assert registry.register(rank(life=3), is_own=True) == Accepted(is_new=True)
+    assert registry.register(rank(life=3), is_own=True) is None
     registry.unregister(rank(life=3).who)
-    assert registry.register(rank(life=4)) == Accepted(is_new=True)
+    assert registry.register(rank(life=4)) is None
 
 
 def test_a_rank_of_the_server_itself_takes_its_place_from_whoever_stands_there() -> None:
     own = rank(life=9)
     for others in ([rank(life=1)], [rank(0, of=2), rank(1, of=2)], [rank(layout_fields={}), rank(life=2)]):
         registry = filled(*others)
-        assert registry.register(own, is_own=True) == Accepted(is_new=True)
+        assert registry.register(own, is_own=True) is None
         assert (registry.is_ready, registry.find()) == (True, own)
     registry = filled(rank(life=9, document=b"written by another"))
-    assert registry.register(own, is_own=True) == Accepted(is_new=True)
+    assert registry.register(own, is_own=True) is None
     assert registry.find() == own
 
 
@@ -201,14 +201,14 @@ def test_ranks_beside_the_servers_own_come_from_elsewhere_and_have_to_agree_with
     registry = BootstrapRegistry()
     registry.register(rank(0, of=2), is_own=True)
     assert isinstance(registry.register(rank(1, of=2, layout_fields={})), Rejected)
-    assert registry.register(rank(1, of=2)) == Accepted(is_new=True)
-    assert registry.register(rank(1, of=2, life=2)) == Accepted(is_new=True)
+    assert registry.register(rank(1, of=2)) is None
+    assert registry.register(rank(1, of=2, life=2)) is None
     assert documents(registry) == [b"p/0/1", b"p/1/2"]
 
 
 def test_a_single_rank_may_change_its_layout_by_a_restart() -> None:
     registry = filled(rank())
-    assert isinstance(registry.register(rank(life=2, layout_fields={"page_size": "32"})), Accepted)
+    assert registry.register(rank(life=2, layout_fields={"page_size": "32"})) is None
 
 
 def test_ranks_that_cannot_be_are_refused() -> None:

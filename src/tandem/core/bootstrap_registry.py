@@ -36,10 +36,6 @@ class Registration(Struct, frozen=True):
     document: bytes  # what decode is told; opaque here
 
 
-class Accepted(Struct, frozen=True, tag=True):
-    is_new: bool  # False: it was known
-
-
 class Rejected(Struct, frozen=True, tag=True):
     param: str  # the field that is wrong
     reason: str
@@ -80,8 +76,8 @@ class BootstrapRegistry:
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
-    def register(self, new: Registration, *, is_own: bool = False) -> Accepted | Rejected:
-        """`is_own`: said by the server that holds this registry, of its own node."""
+    def register(self, new: Registration, *, is_own: bool = False) -> Rejected | None:
+        """None: it is accepted. `is_own`: said by the server that holds this registry, of its own node."""
         refusal = self._impossible(new) or self._outdated(new, is_own=is_own)
         if refusal is not None:
             return refusal
@@ -90,14 +86,13 @@ class BootstrapRegistry:
         staying = [other for other in others if other.dp_rank in self._own or not is_next_life]
         if staying:
             return disagreement(staying[0], new)
-        is_new = self._ranks.get(new.dp_rank) != new
-        if is_new:
+        if self._ranks.get(new.dp_rank) != new:
             for replaced in [*others, *self._at(new.dp_rank)]:
                 self._replace(replaced, new.who)
             self._ranks[new.dp_rank] = new
         if is_own:
             self._own[new.dp_rank] = None
-        return Accepted(is_new)
+        return None
 
     def _impossible(self, new: Registration) -> Rejected | None:
         if not 1 <= new.prefill.dp_size <= MAX_DP_SIZE:
@@ -161,16 +156,16 @@ class BootstrapRegistry:
 
     # --- rooms -------------------------------------------------------------------------------------------------------
 
-    def announce(self, room: Room, dp_rank: int, now: Nanos) -> Accepted | Rejected:
-        """The request of this room was dispatched to this rank."""
+    def announce(self, room: Room, dp_rank: int, now: Nanos) -> Rejected | None:
+        """The request of this room was dispatched to this rank. None: whoever asks is told so."""
         if dp_rank not in self._ranks:
             return Rejected("dp_rank", f"no rank {dp_rank} is registered")
         self._expire(now)
-        is_new = self._rooms.pop(room, None) is None  # the newest goes to the end
+        self._rooms.pop(room, None)  # the newest goes to the end
         while len(self._rooms) >= self.limits.max_rooms:
             del self._rooms[next(iter(self._rooms))]
         self._rooms[room] = Announced(dp_rank, Nanos(now + self.limits.room_ttl_ns))
-        return Accepted(is_new)
+        return None
 
     def ranks_of(self, rooms: Iterable[Room], now: Nanos) -> dict[Room, int]:
         """Those that are known."""

@@ -158,8 +158,8 @@ class BootstrapServer:
         logger.warning("%d writes were refused; the last: %s", self._num_refused, what)
         self._num_refused, self._logs_again_at = 0, Nanos(now + REFUSAL_LOG_NS)
 
-    def _answer(self, outcome: object, news: str = "") -> Response:
-        if isinstance(outcome, Rejected):
+    def _answer(self, outcome: Rejected | None, news: str = "") -> Response:
+        if outcome is not None:
             raise invalid(outcome.param, one_line(outcome.reason))
         if news:
             logger.info("registered: %s", news)

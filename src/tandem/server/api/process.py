@@ -32,7 +32,7 @@ from typing import Any  # what a coroutine is sent and gives back while it runs
 from starlette.types import ASGIApp
 
 from tandem.config import FORCE_QUERY, ServerConfig, environment_switch
-from tandem.core.bootstrap_registry import BootstrapRegistry, Rejected
+from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.commands import AnnounceDpRank, GatherLoad
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
@@ -358,13 +358,13 @@ class ApiProcess:
         if self._listeners.bootstrap is None:
             return
         outcome = self._registry.register(registration(replica), is_own=True)
-        if isinstance(outcome, Rejected):
+        if outcome is not None:
             reason = f"cannot register with our own bootstrap server: {outcome.param}: {outcome.reason}"
             self._end_with(replica.dp_rank, reason)
 
     def _announce(self, announced: AnnounceDpRank) -> None:
         outcome = self._registry.announce(announced.room, announced.dp_rank, monotonic_now())
-        if isinstance(outcome, Rejected):  # we have unregistered: decode finds another life, or nobody
+        if outcome is not None:  # we have unregistered: decode finds another life, or nobody
             logger.warning("room %d is not announced: %s", announced.room, outcome.reason)
         self._client.tell_elsewhere(announced)
 

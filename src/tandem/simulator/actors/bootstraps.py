@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.core.bootstrap_registry import BootstrapRegistry, Rejected
+from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.commands import AnnounceDpRank, AskDpRank, LearnPeer
 from tandem.core.events import Event, RoomElsewhere
 from tandem.core.values import MILLISECOND, SECOND, Nanos
@@ -97,7 +97,7 @@ class Bootstraps:
             self.world.clock.after(AGAIN_NS, self._register_again, life)
             return
         outcome = server.registry.register(registration(description(life)), is_own=True)
-        if isinstance(outcome, Rejected) and life.is_alive:
+        if outcome is not None and life.is_alive:
             raise Violation("S23", f"{life.replica.name} cannot register: {outcome.param} {outcome.reason}")
 
     def _register_again(self, life: Life) -> None:
