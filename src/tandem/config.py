@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any, Literal  # Any: values of dataclass metadata, whose shape the standard library leaves open
 
-from tandem import kv_events_config, otlp, several_hosts, storage_config
+from tandem import kv_events_config, several_hosts, storage_config
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_SHARDS, MAX_TIMEOUT_SECONDS, PAGE_TOKENS, Cut
 from tandem.door_config import DOOR_RULES, TOO_LATE, ConfigRule, DoorConfig, flag, is_network
@@ -240,14 +240,6 @@ class ServerConfig(DoorConfig):
         f"{kv_events_config.EXAMPLE}; also buffer_steps, hwm and max_queue_size; ports rise by the DP rank",
         metavar="JSON",
     )
-    enable_trace: bool = flag(
-        False, "tell an OpenTelemetry collector of every request: a span, and one for each stage of its ledger"
-    )
-    otlp_traces_endpoint: str = flag(
-        otlp.DEFAULT_ENDPOINT,
-        "the collector: HOST:PORT for gRPC, or http://HOST:4318/v1/traces",
-        metavar="ENDPOINT",
-    )
     is_embedding: bool = flag(
         False,
         "answer with vectors (/v1/embeddings, /v1/rerank, /v1/score) instead of tokens: of a decoder that of its last "
@@ -476,8 +468,6 @@ RULES: tuple[ConfigRule, ...] = (
         lambda c: c.kv_events_config is not None and not kv_events_config.is_installed(),
         "--kv-events-config needs pyzmq: pip install 'tandem-llm[kv-events]'",
     ),
-    ConfigRule(lambda c: c.enable_trace and not otlp.is_installed(), otlp.MISSING),
-    ConfigRule(lambda c: not otlp.is_endpoint(c.otlp_traces_endpoint), otlp.MALFORMED),
     ConfigRule(lambda c: c.flight_record_max_bytes < 1, "--flight-record-max-bytes must be at least 1"),
     ConfigRule(
         lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,

@@ -1,10 +1,11 @@
-"""What every HTTP door of ours can be told, a server's and a router's alike: address, keys, web pages, responses."""
+"""What every HTTP door, a server's or a router's, can be told: address, keys, web pages, responses, traces."""
 
 import re
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
+from tandem import otlp
 from tandem.core.values import MAX_TIMEOUT_SECONDS
 
 
@@ -75,6 +76,14 @@ class DoorConfig:
     stored_responses_max_bytes: int = flag(
         256 << 20, "of all of them; then the oldest of who has most are dropped", metavar="N"
     )
+    enable_trace: bool = flag(
+        False, "tell an OpenTelemetry collector of every request: a span, and one for each of its parts"
+    )
+    otlp_traces_endpoint: str = flag(
+        otlp.DEFAULT_ENDPOINT,
+        "the collector: HOST:PORT for gRPC, or http://HOST:4318/v1/traces",
+        metavar="ENDPOINT",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,8 @@ def is_network(text: str) -> bool:
 TOO_LATE = f"timeouts are at most {MAX_TIMEOUT_SECONDS:g} seconds: no request may have more"
 
 DOOR_RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(lambda c: c.enable_trace and not otlp.is_installed(), otlp.MISSING),
+    ConfigRule(lambda c: not otlp.is_endpoint(c.otlp_traces_endpoint), otlp.MALFORMED),
     ConfigRule(
         lambda c: not all(map(is_network, c.debug_host)),
         "--debug-host takes networks, such as 10.1.0.0/16 or 10.1.2.3, without bits behind the prefix",

@@ -79,14 +79,6 @@ class RouterConfig(DoorConfig):
     health_check_interval: float = flag(5.0, "seconds between two health checks of a live worker")
     max_active_requests: int = flag(4096, "requests under way; more are refused with 503")
     drain_timeout: float = flag(60.0, "seconds that running requests get after SIGTERM")
-    enable_trace: bool = flag(
-        False, "tell an OpenTelemetry collector of every request, and the workers whose part of it they are"
-    )
-    otlp_traces_endpoint: str = flag(
-        otlp.DEFAULT_ENDPOINT,
-        "the collector: HOST:PORT for gRPC, or http://HOST:4318/v1/traces",
-        metavar="ENDPOINT",
-    )
     fault_records: str | None = flag(
         None,
         "directory for what the router did last before a fault of ours, which is written then; off: nothing is kept "
@@ -164,8 +156,6 @@ class RouterConfig(DoorConfig):
                 "--allow-credentials, --allowed-methods and --allowed-headers are for web pages of --allowed-origins: "
                 "name one",
             ),
-            (self.enable_trace and not otlp.is_installed(), otlp.MISSING),
-            (not otlp.is_endpoint(self.otlp_traces_endpoint), otlp.MALFORMED),
             (
                 self.otlp_traces_endpoint != otlp.DEFAULT_ENDPOINT and not self.enable_trace,
                 f"--otlp-traces-endpoint {otlp.UNUSED}",
