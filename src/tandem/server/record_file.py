@@ -17,7 +17,7 @@ from tandem.server.frames import HEAD_BYTES
 from tandem.server.wire import MAX_FRAME_BYTES
 
 Frame = TypeVar("Frame")
-Head = TypeVar("Head", bound=Struct)
+Head = TypeVar("Head", bound="RecordHead")
 Given = TypeVar("Given", bound=Struct)
 Gave = TypeVar("Gave", bound=Struct)
 
@@ -91,6 +91,11 @@ def same_bytes(left: Struct, right: Struct) -> bool:
 # --- machines whose record is one segment ----------------------------------------------------------------------------
 
 
+class RecordHead(Struct, frozen=True):
+    format: int
+    first_step: int  # steps before this one
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedMachine(Generic[Head, Given, Gave]):
     """How a record of this kind of machine is done again."""
@@ -99,7 +104,6 @@ class RecordedMachine(Generic[Head, Given, Gave]):
     head: type[Head]
     given: type[Given]
     gave: type[Gave]
-    first_step: Callable[[Head], int]
     begin: Callable[[Head], Callable[[Given, Gave | None], Gave]]  # restores one, and does a step of it again
 
     def steps(self, path: Path) -> "Iterator[RedoneStep]":
@@ -111,7 +115,7 @@ class RecordedMachine(Generic[Head, Given, Gave]):
         if not isinstance(head, self.head):
             raise BrokenRecord(f"{path}: does not begin as a record of {self.name}")
         redo = self._restored(path, head)
-        for index, given in enumerate(frames, self.first_step(head)):
+        for index, given in enumerate(frames, head.first_step):
             expected = next(frames, None)
             if not isinstance(given, self.given) or not isinstance(expected, self.gave | None):
                 raise BrokenRecord(f"{path}: step {index} has no input, or no output")

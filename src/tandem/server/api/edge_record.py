@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 from tandem.core.commands import FailRequest
 from tandem.server.api.live_requests import EndRequest, LiveRequests
 from tandem.server.fault_records import OURS
-from tandem.server.record_file import RecordedMachine
+from tandem.server.record_file import RecordedMachine, RecordHead
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
 FORMAT = 1
@@ -25,9 +25,9 @@ Given = tuple[str, tuple[Raw, ...], dict[str, Raw]]
 _decoder = msgspec.msgpack.Decoder(tuple[list[Given], list[Raw]])
 
 
-class EdgeHead(Struct, frozen=True, tag=True):
-    format: int
-    first_step: int  # calls before this one
+class EdgeHead(RecordHead, frozen=True, tag=True):
+    """A step is a call."""
+
     snapshot: bytes
 
 
@@ -157,6 +157,4 @@ def decoded(raw: Raw, hint: Any) -> Any:
 METHODS: dict[str, Callable[..., object]] = {
     name: method for name, method in vars(LiveRequests).items() if hasattr(method, "__wrapped__")
 }
-EDGE: RecordedMachine[EdgeHead, Call, Returned] = RecordedMachine(
-    "edge", EdgeHead, Call, Returned, first_step=lambda head: head.first_step, begin=begin
-)
+EDGE: RecordedMachine[EdgeHead, Call, Returned] = RecordedMachine("edge", EdgeHead, Call, Returned, begin)

@@ -13,7 +13,7 @@ from tandem.core.router.messages import Fail, ForwardRejection, HalfFailed, Half
 from tandem.core.router.router import Router, RouterEffects, RouterSettings
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.values import Nanos
-from tandem.server.record_file import RecordedMachine
+from tandem.server.record_file import RecordedMachine, RecordHead
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
 FORMAT = 2
@@ -25,9 +25,7 @@ Gave = tuple[RouterEffects, tuple[int, ...]]
 _decoder = msgspec.msgpack.Decoder(tuple[list[Given], list[Gave]])
 
 
-class RouterHead(Struct, frozen=True, tag=True):
-    format: int
-    first_step: int  # steps before this one
+class RouterHead(RecordHead, frozen=True, tag=True):
     workers: tuple[RegisteredWorker, ...]
     settings: RouterSettings
     snapshot: bytes
@@ -150,5 +148,5 @@ def begin(head: RouterHead) -> Callable[[RouterInput, RouterOutput | None], Rout
 
 
 ROUTER: RecordedMachine[RouterHead, RouterInput, RouterOutput] = RecordedMachine(
-    "router", RouterHead, RouterInput, RouterOutput, first_step=lambda head: head.first_step, begin=begin
+    "router", RouterHead, RouterInput, RouterOutput, begin
 )
