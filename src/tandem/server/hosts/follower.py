@@ -101,7 +101,7 @@ class Follower:
         self._is_leaving = False
         beats = heartbeat()
         self._beat_s = beats.interval_ns / SECOND
-        self._silence_s = self._beat_s * (beats.max_failure + 1)
+        self._silence_s = beats.silence_ns(beats.interval_ns) / SECOND
         self._name = f"node rank {config.node_rank}"
         self._leader = f"node rank 0 at {config.dist_init_addr}"
 

@@ -141,7 +141,7 @@ class Leader:
         self._is_over = False
         beats = heartbeat()
         self._beat_s = beats.interval_ns / SECOND
-        self._silence_s = self._beat_s * (beats.max_failure + 1)
+        self._silence_s = beats.silence_ns(beats.interval_ns) / SECOND
 
     def open(self) -> None:
         self._listener.setblocking(False)
