@@ -127,7 +127,7 @@ class Fleet:
         member.life_at = member.log.stat().st_size if member.log.exists() else 0  # somebody has tidied up
         member.process = self._spawn(member.command, member.log, member.listener)
 
-    def _spawn(self, command: Sequence[str], log: Path, listener: socket.socket | None) -> "subprocess.Popen[bytes]":
+    def _spawn(self, command: Sequence[str], log: Path, listener: socket.socket | None) -> subprocess.Popen[bytes]:
         with log.open("ab") as output:
             return subprocess.Popen(
                 command,

@@ -51,7 +51,7 @@ class Splitter:
         return (bytes(memoryview(self._buffer)[begin:stop]), stop) if len(self._buffer) >= stop else None
 
 
-def decoded(decoder: "msgspec.msgpack.Decoder[Incoming]", body: bytes) -> Incoming:
+def decoded(decoder: msgspec.msgpack.Decoder[Incoming], body: bytes) -> Incoming:
     """The message in `body`. Raises MalformedFrame, and nothing else."""
     try:
         return decoder.decode(body)

@@ -163,7 +163,7 @@ class Children:
         return exit_reason([*named, ("node", self.node)]) or self.told_loss
 
 
-def exit_reason(named: Sequence[tuple[str, "subprocess.Popen[bytes]"]]) -> str:
+def exit_reason(named: Sequence[tuple[str, subprocess.Popen[bytes]]]) -> str:
     """Who of these died of what, as far as the exit status tells; empty if nobody did."""
     for name, child in named:
         if (code := child.poll()) not in (None, 0, EXIT_WITH_OTHERS):
@@ -234,7 +234,7 @@ def meeting_at(launch: Launch, meeting: socket.socket) -> Launch:
 
 def start_child(
     module: str, ends: list[socket.socket], launch: Launch, environment: dict[str, str]
-) -> "subprocess.Popen[bytes]":
+) -> subprocess.Popen[bytes]:
     fds = [end.fileno() for end in ends]
     child = subprocess.Popen(
         module_command(f"tandem.server.{module}", *(str(fd) for fd in fds)),

@@ -40,7 +40,7 @@ class StepRaised(Exception):
 class RecordFrames(Generic[Frame]):
     """Of one file, in order. Never more than one in memory, and never more of it than the file has."""
 
-    def __init__(self, path: Path, decoder: "msgspec.msgpack.Decoder[Frame]") -> None:
+    def __init__(self, path: Path, decoder: msgspec.msgpack.Decoder[Frame]) -> None:
         self.is_cut = False  # known at the end: the process was killed while it wrote
         self._path = path
         self._read = self._decoded(decoder)
@@ -52,7 +52,7 @@ class RecordFrames(Generic[Frame]):
         """Raises BrokenRecord."""
         return next(self._read)
 
-    def _decoded(self, decoder: "msgspec.msgpack.Decoder[Frame]") -> Iterator[Frame]:
+    def _decoded(self, decoder: msgspec.msgpack.Decoder[Frame]) -> Iterator[Frame]:
         with self._path.open("rb") as file:
             left = os.fstat(file.fileno()).st_size
             while head := file.read(HEAD_BYTES):

@@ -49,7 +49,7 @@ class Ring(Generic[Given, Gave]):
     def __init__(
         self,
         snapshot: Callable[[], bytes],
-        decoder: "msgspec.msgpack.Decoder[tuple[list[Given], list[Gave]]]",
+        decoder: msgspec.msgpack.Decoder[tuple[list[Given], list[Gave]]],
         *,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:

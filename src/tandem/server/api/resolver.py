@@ -48,7 +48,7 @@ class Resolver:
             answer = self._start(name)
         return await asyncio.shield(answer)  # who gives up does not take the answer from the others
 
-    def _start(self, name: str) -> "asyncio.Future[Addresses]":
+    def _start(self, name: str) -> asyncio.Future[Addresses]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Addresses] = loop.create_future()
         answer.add_done_callback(lambda done: done.exception())  # perhaps nobody waits any more

@@ -16,7 +16,6 @@ import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any  # the type of a default, which the next line says in full
 
 from msgspec import structs
 
@@ -69,7 +68,7 @@ class HostWorkers:
     """Of one life of a replica, those on this host."""
 
     incarnation_id: str
-    named: list[tuple[str, "subprocess.Popen[bytes]"]] = field(default_factory=list[Any])
+    named: list[tuple[str, subprocess.Popen[bytes]]] = field(default_factory=list[tuple[str, subprocess.Popen[bytes]]])
     is_told: bool = False  # node rank 0, that one of them is gone
 
     @property
@@ -132,7 +131,7 @@ class Follower:
         finally:
             self._kill()
 
-    async def _join(self) -> "HostConnection[ToFollower]":
+    async def _join(self) -> HostConnection[ToFollower]:
         """Raises ServerFailure."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.dist_timeout
@@ -162,7 +161,7 @@ class Follower:
                 raise ServerFailure(f"{self._leader} has not let {self._name} in until --dist-timeout: {why}")
             await asyncio.sleep(REDIAL_S)
 
-    async def _dial(self) -> "HostConnection[ToFollower]":
+    async def _dial(self) -> HostConnection[ToFollower]:
         """Raises OSError, ChannelClosed, MalformedFrame, NotAMember."""
         loop = asyncio.get_running_loop()
         host, port = meeting_place(self._config)
@@ -179,7 +178,7 @@ class Follower:
             raise
         return connection
 
-    async def _follow(self, connection: "HostConnection[ToFollower]") -> Goodbye | str:
+    async def _follow(self, connection: HostConnection[ToFollower]) -> Goodbye | str:
         """The last word of node rank 0, or why it is lost."""
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(connection.beat(self._beat_s)), loop.create_task(self._watch(connection))]
@@ -204,7 +203,7 @@ class Follower:
             for task in tasks:
                 task.cancel()
 
-    async def _watch(self, connection: "HostConnection[ToFollower]") -> None:
+    async def _watch(self, connection: HostConnection[ToFollower]) -> None:
         with contextlib.suppress(ChannelClosed):
             while True:
                 await asyncio.sleep(POLL_S)
@@ -215,7 +214,7 @@ class Follower:
                         where = f"{reason}, on {self._name}" if reason else ""
                         await connection.say(WorkerLost(workers.incarnation_id, where))
 
-    async def _start(self, connection: "HostConnection[ToFollower]", start: Start) -> None:
+    async def _start(self, connection: HostConnection[ToFollower], start: Start) -> None:
         """What does not go well is said to node rank 0."""
         self._end(start.dp_rank)
         try:

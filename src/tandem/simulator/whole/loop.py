@@ -40,13 +40,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def remove_signal_handler(self, sig: int) -> bool:
         return self._process.handlers.pop(signal.Signals(sig), None) is not None
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A little later, in this thread: what is computed there has no effect but its result."""
         answer: asyncio.Future[Any] = self.create_future()
         self.call_later(Machine.kernel.random.random() * WORK_S, self._work, answer, func, args)
         return answer
 
-    def _work(self, answer: "asyncio.Future[Any]", func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _work(self, answer: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if answer.done():
             return
         try:
