@@ -2,8 +2,8 @@
 
 Every field may be null, because gateways fill in nulls; unknown fields are ignored. A field that would change the
 answer and that this server cannot honour is declared as raw JSON, and refused when it asks for something; those of all
-endpoints stand in `foreign.py`. Of a field that comes twice the last one counts, on both halves and in the router
-alike.
+endpoints stand in `foreign_fields.py`. Of a field that comes twice the last one counts, on both halves and in the
+router alike.
 """
 # pyright: reportIncompatibleVariableOverride=false
 # A body declares anew what it reads of `Foreign`: raw there, of its own type here.

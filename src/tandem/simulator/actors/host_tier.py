@@ -39,7 +39,7 @@ class TierWatcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierFaults:
-    """F16, as shares of copies. `healthy` is asked at each."""
+    """F16, as shares of copies. None strikes once the world is healed."""
 
     slow: float = 0.0  # takes seconds
     short: float = 0.0  # ends before its last page: no memory, a device that errs

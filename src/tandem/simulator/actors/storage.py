@@ -23,7 +23,7 @@ FOLDER_PAGES = 256  # of one worker, about
 
 @dataclass(frozen=True, slots=True)
 class StorageFaults:
-    """F16 below host memory, as shares of what is read or written. `healthy` is asked at each."""
+    """F16 below host memory, as shares of what is read or written. None strikes once the world is healed."""
 
     slow: float = 0.0  # takes seconds
     full: float = 0.0  # no space left
