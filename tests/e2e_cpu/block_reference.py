@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.engine.draws import gumbel_noise
+from tandem.engine.draws import gumbel_noise, noise_key
 
 NEAR_TIE = 1e-4  # of two scores, or two logarithms of shares
 Draw = Callable[[Tensor, int], int]  # scores of a position, that position
@@ -27,7 +27,7 @@ def greedy(scores: Tensor, position: int) -> int:
 
 def drawn(seed: int, temperature: float) -> Draw:
     def draw(scores: Tensor, position: int) -> int:
-        noise = gumbel_noise(seed, position, np.arange(len(scores)))
+        noise = gumbel_noise(noise_key(seed, position), np.arange(len(scores)))
         return greedy(scores / temperature + torch.from_numpy(noise), position)
 
     return draw

@@ -46,7 +46,7 @@ def test_a_draw_is_the_largest_of_all_scores_with_their_noise(way: str, spread: 
     ids = np.arange(20_000)
     for seed in range(60):
         scores = scores_of(seed, vocab=len(ids), spread=spread)
-        wanted = (scores + gumbel_noise(seed, 10, ids)).argmax()
+        wanted = (scores + gumbel_noise(noise_key(seed, 10), ids)).argmax()
         assert drawn(scores, seed=seed) == wanted
 
 
@@ -58,7 +58,7 @@ def test_a_nucleus_is_what_sorting_all_probabilities_gives(way: str, spread: flo
         order = np.argsort(-scores, kind="stable")
         shares = np.exp((scores - scores.max()).astype(np.float64))[order]
         kept = order[: max(1, int((shares.cumsum() - shares < top_p * shares.sum()).sum()))]
-        wanted = kept[(scores[kept] + gumbel_noise(seed, 10, kept)).argmax()]
+        wanted = kept[(scores[kept] + gumbel_noise(noise_key(seed, 10), kept)).argmax()]
         assert drawn(scores, seed=seed, top_p=top_p) == wanted
 
 
@@ -87,7 +87,7 @@ def test_the_best_are_what_sorting_gives(way: str, top_k: int) -> None:
     for seed in range(20):
         scores = scores_of(seed, vocab=3000, spread=2.0)
         kept = np.argsort(-scores, kind="stable")[:top_k]
-        wanted = kept[(scores[kept] + gumbel_noise(seed, 10, kept)).argmax()]
+        wanted = kept[(scores[kept] + gumbel_noise(noise_key(seed, 10), kept)).argmax()]
         assert drawn(scores, seed=seed, top_k=top_k) == wanted
 
 
@@ -119,7 +119,9 @@ def test_every_library_draws_what_is_drawn_by_hand(name: str, vocab: int) -> Non
 
 
 def test_noise_is_standard_gumbel_and_independent_of_its_neighbours() -> None:
-    noise = torch.stack([torch.from_numpy(gumbel_noise(11, position, np.arange(1000))) for position in range(200)])
+    noise = torch.stack(
+        [torch.from_numpy(gumbel_noise(noise_key(11, position), np.arange(1000))) for position in range(200)]
+    )
 
     assert abs(float(noise.mean()) - 0.5772) < 0.02
     assert abs(float(noise.std()) - math.pi / math.sqrt(6)) < 0.02
@@ -131,7 +133,7 @@ def test_noise_is_pinned() -> None:
     """Changing it changes what every seed means, and prefill and decode may run different versions."""
     ids = [0, 1, 151_935]
 
-    noise = gumbel_noise(2**63 + 5, 17, np.array(ids)).tolist()
+    noise = gumbel_noise(noise_key(2**63 + 5, 17), np.array(ids)).tolist()
 
     assert noise == pytest.approx([noise_by_hand(2**63 + 5, 17, token) for token in ids], abs=1e-5)
     assert noise == pytest.approx([0.114118, 0.533004, 1.406707], abs=1e-5)
@@ -154,4 +156,4 @@ def noise_by_hand(seed: int, position: int, token: int) -> float:
 def test_seeds_of_64_bits_and_negative_ones_are_all_different() -> None:
     seeds = [0, 1, -1, 2**63 - 1, 2**63, 2**64 - 2]
 
-    assert len({tuple(gumbel_noise(seed, 0, np.arange(8)).tolist()) for seed in seeds}) == len(seeds)
+    assert len({tuple(gumbel_noise(noise_key(seed, 0), np.arange(8)).tolist()) for seed in seeds}) == len(seeds)

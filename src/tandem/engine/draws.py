@@ -26,7 +26,7 @@ def draw_by_hand(logits: np.ndarray, key: int, top_k: int, top_p: float, tempera
     ids = _candidates(scores, top_k, top_p, log_min_p)
     if ids is None:
         ids = _who_may_win(scores, key)
-    return int(ids[(scores[ids] + _noise(key, ids)).argmax()])
+    return int(ids[(scores[ids] + gumbel_noise(key, ids)).argmax()])
 
 
 def _who_may_win(scores: np.ndarray, key: int) -> np.ndarray:
@@ -37,7 +37,7 @@ def _who_may_win(scores: np.ndarray, key: int) -> np.ndarray:
     if len(scores) <= FEW:
         return np.arange(len(scores))
     best = np.array([scores.argmax()])
-    least = (scores[best] + _noise(key, best)).item()
+    least = (scores[best] + gumbel_noise(key, best)).item()
     least = np.float32(least - 0.01 - 1e-6 * abs(least))  # sums are rounded
     near = np.flatnonzero(scores >= least - np.float32(MOST_NOISE))
     found: list[np.ndarray] = []
@@ -106,16 +106,12 @@ def _cut_at(ids: np.ndarray, shares: np.ndarray, limit: int) -> np.ndarray:
 # --- noise --------------------------------------------------------------------------------------------------------
 
 
-def gumbel_noise(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
-    """Standard Gumbel noise, fp32, one value per id.
+def gumbel_noise(key: int, ids: np.ndarray) -> np.ndarray:
+    """Standard Gumbel noise, fp32, one value per id. key: of seed and position (`noise_key`).
 
     -log(-log(u)) with u close to 1 as 1 - v: the upper tail, which decides, is exact down to 2^-32. The logarithms are
     of fp64, so that what it is rounded to does not depend on who computes them.
     """
-    return _noise(noise_key(seed, position), ids)
-
-
-def _noise(key: int, ids: np.ndarray) -> np.ndarray:
     v = _uniform(key, ids).astype(np.float64)
     return (-np.log(-np.log1p(-v))).astype(np.float32)
 
