@@ -489,7 +489,7 @@ def openapi_document(
     for kind in kinds:
         drop_unoffered(components[kind.__name__], kind)
         for name, schema in components[kind.__name__]["properties"].items():
-            set_bounds(schema, narrower.get(name, {}))
+            narrow(schema, ("integer", "number"), narrower.get(name, {}))
             if name == "logit_bias":
                 schema["propertyNames"] = {"pattern": f"^({decimals_to(vocab_size - 1)})$"}
         if kind in shared:
@@ -497,7 +497,7 @@ def openapi_document(
             components[kind.__name__]["allOf"] = [*within, refused_fields(kind)]
     if is_paired:
         room: Schema = {"pattern": f"^({decimals_to(MAX_ROOM, least=1)})$"}
-        set_texts(components["Routing"]["properties"]["bootstrap_room"], room)
+        narrow(components["Routing"]["properties"]["bootstrap_room"], ("string",), room)
     if needs_room or role == "prefill":
         components["Routing"]["required"] = ["bootstrap_room"]
         drop_null(components["Routing"]["properties"]["bootstrap_room"])
@@ -597,20 +597,12 @@ def drop_unoffered(schema: dict[str, Any], kind: type[Struct]) -> None:
             schema["required"] = [name for name in schema.get("required", []) if name != field.encode_name]
 
 
-def set_bounds(schema: Schema, bounds: Schema) -> None:
-    """Of every number in the schema of one field, alone or in a list."""
-    if schema.get("type") in ("integer", "number"):
+def narrow(schema: Schema, kinds: tuple[str, ...], bounds: Schema) -> None:
+    """Every value of these kinds in the schema of one field, alone or in a list."""
+    if schema.get("type") in kinds:
         schema |= bounds
-    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
-        set_bounds(inner, bounds)
-
-
-def set_texts(schema: Schema, text: Schema) -> None:
-    """Of every text in the schema of one field, alone or in a list."""
-    if schema.get("type") == "string":
-        schema |= text
-    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
-        set_texts(inner, text)
+    for inner in values_of(schema):
+        narrow(inner, kinds, bounds)
 
 
 def drop_null(schema: Schema) -> None:
@@ -618,8 +610,13 @@ def drop_null(schema: Schema) -> None:
     if "anyOf" in schema:
         schema["anyOf"] = [inner for inner in schema["anyOf"] if inner != NULL]
         schema.pop("default", None)
-    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
+    for inner in values_of(schema):
         drop_null(inner)
+
+
+def values_of(schema: Schema) -> list[Schema]:
+    """What the value of a field, or each in a list of them, may be."""
+    return [*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])]
 
 
 def reference(kind: type[Struct]) -> Schema:
