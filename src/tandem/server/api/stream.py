@@ -97,9 +97,7 @@ class Sample:
         live.tokens = []
         if not self.ask.max_new_tokens:  # the node has sampled one all the same
             live.tokens, live.extras = [], []
-            if self.first_ns is None:
-                stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens, self.storage_tokens)
-            self.first_ns = self.last_ns = now_ns
+            self._start(now_ns, stats)
             return ""
         before = self.text.num_tokens
         text = self.text.feed(new)
@@ -111,14 +109,18 @@ class Sample:
             self.scores += [None] * (len(self.tokens) - len(self.scores))
         stats.emit(now_ns, count)
         if self.first_ns is None:
-            stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens, self.storage_tokens)
-            self.first_ns = self.last_ns = now_ns
+            self._start(now_ns, stats)
             count -= 1
         if count > 0:
             stats.gap.observe((now_ns - self.last_ns) / count / SECOND_NS, count)
         self.last_ns = now_ns
         self.parts.append(text)
         return text
+
+    def _start(self, now_ns: int, stats: RequestStats) -> None:
+        """Its first token has come."""
+        stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens, self.storage_tokens)
+        self.first_ns = self.last_ns = now_ns
 
     def finish(self) -> str:
         """The node has ended it well; the last of the text."""
