@@ -18,8 +18,20 @@ def between_markers(name: str) -> re.Pattern[str]:
     return re.compile(rf"(<!-- diagram:{name} -->\n)(?:(?!<!-- diagram:).)*?(<!-- end -->)", re.DOTALL)
 
 
+def diagram(machine: Machine) -> str:
+    """In Mermaid."""
+    lines = ["stateDiagram-v2"]
+    lines += [f"    [*] --> {state.name}" for state in machine.initial]
+    edges: dict[tuple[str, str], list[str]] = {}
+    for (state, trigger), after in machine.rules.items():
+        edges.setdefault((state.name, after.name), []).append(trigger.name.lower())
+    lines += [f"    {left} --> {right}: {', '.join(names)}" for (left, right), names in edges.items()]
+    lines += [f"    {state.name} --> [*]" for state in sorted(machine.terminal, key=lambda state: state.name)]
+    return "\n".join(lines)
+
+
 def block(machine: Machine) -> str:
-    return f"```mermaid\n{machine.diagram()}\n```\n"
+    return f"```mermaid\n{diagram(machine)}\n```\n"
 
 
 def missing(text: str) -> list[str]:

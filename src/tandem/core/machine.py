@@ -1,8 +1,7 @@
 """State machines as tables: one lookup for a transition, checked for sense when they are made.
 
-A terminal state absorbs every trigger: late news about a finished thing changes nothing. A missing entry for a foreign
-trigger (from a peer or a user) is `None`, which the caller turns into a failure of that request; for a trigger that our
-own code makes it raises `IllegalTransition`: our bug.
+A terminal state absorbs every trigger: late news about a finished thing changes nothing. In any other state a trigger
+without an entry raises `IllegalTransition`: our bug, whatever a peer has said.
 """
 
 from collections.abc import Mapping
@@ -25,7 +24,6 @@ class Machine(Generic[State, Trigger]):
     initial: tuple[State, ...]
     terminal: frozenset[State]
     rules: Mapping[tuple[State, Trigger], State]
-    foreign: frozenset[Trigger] = frozenset()
 
     def __post_init__(self) -> None:
         states = {state for state, _ in self.rules} | set(self.rules.values()) | set(self.initial)
@@ -38,25 +36,12 @@ class Machine(Generic[State, Trigger]):
 
     def next(self, state: State, trigger: Trigger) -> State:
         """The state after `trigger`; raises IllegalTransition where the table has no entry."""
-        after = self.peek(state, trigger)
+        if state in self.terminal:
+            return state
+        after = self.rules.get((state, trigger))
         if after is None:
             raise IllegalTransition(self.name, state, trigger)
         return after
-
-    def peek(self, state: State, trigger: Trigger) -> State | None:
-        """As `next`, but None where the table has no entry: for foreign triggers."""
-        return state if state in self.terminal else self.rules.get((state, trigger))
-
-    def diagram(self) -> str:
-        """Mermaid source of the state diagram, for the documentation."""
-        lines = ["stateDiagram-v2"]
-        lines += [f"    [*] --> {state.name}" for state in self.initial]
-        edges: dict[tuple[str, str], list[str]] = {}
-        for (state, trigger), after in self.rules.items():
-            edges.setdefault((state.name, after.name), []).append(trigger.name.lower())
-        lines += [f"    {left} --> {right}: {', '.join(names)}" for (left, right), names in edges.items()]
-        lines += [f"    {state.name} --> [*]" for state in sorted(self.terminal, key=lambda state: state.name)]
-        return "\n".join(lines)
 
     def _closure(self, seen: set[State]) -> set[State]:
         grown = True

@@ -51,7 +51,6 @@ SENDER: Machine[TransferState, TransferTrigger] = Machine(
         (_S.TRANSFERRING, _T.RELEASED): _S.SUCCESS,
         **_FAULTS,
     },
-    foreign=frozenset({_T.READY_CHECKED, _T.PAGE_MOVED, _T.RELEASED}),
 )
 
 RECEIVER: Machine[TransferState, TransferTrigger] = Machine(
