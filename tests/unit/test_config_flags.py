@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from flags_page import PAGE, flags_page
 from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
-from tandem.cli.flags import add_flags, collected, config_of, flags_page, kind_of, values_of
+from tandem.cli.flags import add_flags, collected, config_of, kind_of, values_of
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, flags
 from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.kv_parts import KvGrid
@@ -519,7 +520,7 @@ def test_the_page_of_flags_has_every_spelling_of_them() -> None:
 
 
 def test_the_page_of_flags_is_generated_from_the_configuration() -> None:
-    assert (DOCS / "flags.md").read_text() == flags_page(), "write tandem.cli.flags.flags_page() to docs/flags.md"
+    assert PAGE.read_text() == flags_page(), "python -m tests.flags_page refreshes it"
 
 
 @pytest.mark.parametrize(

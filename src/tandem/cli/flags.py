@@ -1,4 +1,4 @@
-"""From the fields of a class of settings to command-line flags, and to the page that documents those of a server."""
+"""From the fields of a class of settings to command-line flags, and back to a configuration."""
 
 import argparse
 import contextlib
@@ -13,8 +13,8 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.flag_groups import in_order
 from tandem.cli.flag_synonyms import SYNONYMS
 from tandem.cli.main import Parser
-from tandem.config import ENVIRONMENT, ServerConfig, Variable, environment_complaints, flags, violations
-from tandem.flag_roles import ROLES, without_effect
+from tandem.config import ServerConfig, environment_complaints, flags, violations
+from tandem.flag_roles import without_effect
 from tandem.server.keys import Config, KeyProblem, with_keys
 
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "X"}
@@ -154,46 +154,3 @@ def collected(name: str, settings: type = ServerConfig) -> dict[str, Any]:
 def help_text(field: Any) -> str:
     text: str = field.metadata["help"].replace("%", "%%")
     return text if field.default in (None, False, ()) else f"{text} (default: {field.default})"
-
-
-def flags_page() -> str:
-    """`docs/flags.md`."""
-    lines = [
-        "# Flags of `tandem serve`",
-        "",
-        "Generated from `src/tandem/{door_config,config,flag_roles}.py`. A flag that is not here does not exist;",
-        "one that would do nothing on the server that is started is refused with the reason.",
-        "",
-        "| flag | default | servers | meaning |",
-        "|---|---|---|---|",
-    ]
-    for name, field in flags():
-        kind = kind_of(field.name)
-        choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else ""
-        names = ", ".join(f"`{alias}`" for alias in field.metadata["aliases"])
-        value = "" if kind is bool else f" {choices or field.metadata['metavar'] or kind.__name__.upper()}"
-        value += " ..." if kind is tuple and "nargs" in collected(field.name) else ""
-        default = "-" if field.default in (None, ()) else f"`{field.default}`"
-        if field.default in (True, False) and kind is bool:
-            default = "on" if field.default else "off"
-        servers = ROLES.get(name, "all")
-        meaning = field.metadata["help"] + (f"; also {names}" if names else "")
-        off = f"`, `--no-{name[2:]}" if kind is bool and field.default is not False else ""
-        lines.append(f"| `{name}{value.replace('|', ' or ')}{off}` | {default} | {servers} | {meaning} |")
-    lines += [
-        "",
-        "## Environment",
-        "",
-        "`TANDEM_<name>`, or `SGLANG_<name>` where that is not set. Read at start; what is out of range is refused.",
-        "",
-        "| name | default | range | meaning |",
-        "|---|---|---|---|",
-        *map(environment_row, ENVIRONMENT),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def environment_row(variable: Variable) -> str:
-    span = f"{variable.least:g} to {variable.most:g}" if variable.most < 1e9 else f"{variable.least:g} or more"
-    default = "off" if variable.is_switch else f"`{variable.default:g}`"
-    return f"| `{variable.name}` | {default} | {'1, 0' if variable.is_switch else span} | {variable.text} |"
