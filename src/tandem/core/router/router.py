@@ -163,9 +163,9 @@ class Router:
             case ClientAsked():
                 return self._ask(event, now)
             case ClientLeft(request=request):
-                return self._update(request, lambda routed: routed.leave(), now)
+                return self._update(request, RoutedRequest.leave)
             case AbortAsked(request=request):
-                return self._update(request, lambda routed: routed.abort(), now)
+                return self._update(request, RoutedRequest.abort)
             case WorkerProbed(worker=worker, result=result, models=models):
                 return self._probed(worker, result, now, models)
             case WorkerAdded(worker=worker):
@@ -195,7 +195,7 @@ class Router:
             return routed.fail(RouteCause.QUEUE_FULL, f"{self._settings.max_active} requests are under way")
         self._requests[asked.request] = routed
         self._tried[asked.request] = []
-        return self._update(asked.request, lambda e: self._advance(e, now), now)
+        return self._update(asked.request, lambda e: self._advance(e, now))
 
     def _half(self, event: HalfEvent, now: Nanos) -> list[RouterCommand]:
         routed = self._requests.get(event.request)
@@ -206,7 +206,7 @@ class Router:
                 self.registry.refused(worker, now)
             if routed.is_open(half) and (well := is_well(event)) is not None:
                 self.registry.answered(worker, now, well=well)
-        return self._update(event.request, lambda e: e.handle(event, now, partial(self._has_other, e.model)), now)
+        return self._update(event.request, lambda e: e.handle(event, now, partial(self._has_other, e.model)))
 
     def _probed(
         self, worker: WorkerId, result: ProbeResult, now: Nanos, models: tuple[str, ...] | None = None
@@ -216,7 +216,7 @@ class Router:
             self._lost.pop(worker, None)
         if not has_died or result is ProbeResult.DECLINED:
             return []  # a worker that drains still answers what it has
-        return self._each_at(worker, lambda e: e.flee(worker, now, partial(self._has_other, e.model)), now)
+        return self._each_at(worker, lambda e: e.flee(worker, now, partial(self._has_other, e.model)))
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Router:
         for worker, since in self.registry.silent().items():
             if now >= since + self._settings.lost_ns and self._lost.get(worker) != since:
                 self._lost[worker] = since
-                commands += self._each_at(worker, partial(self._give_up, worker, now), now)
+                commands += self._each_at(worker, partial(self._give_up, worker, now))
         return commands
 
     def _give_up(self, worker: WorkerId, now: Nanos, routed: RoutedRequest) -> list[RouterCommand]:
@@ -251,7 +251,7 @@ class Router:
         commands: list[RouterCommand] = []
         while self._wakes and self._wakes[0][0] <= now:
             _, request = heapq.heappop(self._wakes)
-            commands += self._update(request, lambda routed: self._advance(routed, now), now)
+            commands += self._update(request, lambda routed: self._advance(routed, now))
         return commands
 
     def _wake_at(self, now: Nanos) -> Nanos:
@@ -274,9 +274,7 @@ class Router:
         self._tried[routed.request].append(pair)
         return routed.start(pair, now)
 
-    def _update(
-        self, request: RequestId, act: Callable[[RoutedRequest], list[RouterCommand]], now: Nanos
-    ) -> list[RouterCommand]:
+    def _update(self, request: RequestId, act: Callable[[RoutedRequest], list[RouterCommand]]) -> list[RouterCommand]:
         """Let the request act, then bring loads, timers and rooms in line with it. Unknown requests have ended."""
         routed = self._requests.get(request)
         if routed is None:
@@ -306,11 +304,9 @@ class Router:
         for pair in self._tried.pop(routed.request):
             self._rooms.close(pair.rooms)
 
-    def _each_at(
-        self, worker: WorkerId, act: Callable[[RoutedRequest], list[RouterCommand]], now: Nanos
-    ) -> list[RouterCommand]:
+    def _each_at(self, worker: WorkerId, act: Callable[[RoutedRequest], list[RouterCommand]]) -> list[RouterCommand]:
         concerned = [e.request for e in self._requests.values() if e.open_half_at(worker) is not None]
-        return [command for request in concerned for command in self._update(request, act, now)]
+        return [command for request in concerned for command in self._update(request, act)]
 
     # --- choice ---------------------------------------------------------------------------------------------------
 
