@@ -218,7 +218,7 @@ def test_a_batch_for_which_another_rank_lacks_slots_is_usual_with_as_many_prompt
     full = RankLoad(True, num_running=16, num_free_slots=0, num_waiting=1)
     state.decision, _ = agree((state.load, full), DelayHistory(has_skipped_first=True), delayer.settings)
     assert not state.decision.allows
-    delayer.note(node.state, 0)
+    delayer.planned(node.state, 0)
     assert state.batches[-1] == 2
 
 

@@ -48,14 +48,14 @@ def plan(node: NodeState) -> bool:
         if budget:
             may_begin = gate.may_begin(node, num_decoding)
             rows = prompt_rows(node, budget, may_begin=may_begin)
-            gate.note(node, len(rows))
+            gate.planned(node, len(rows))
         decode: DecodeTurn | None = None
         if num_decoding and (not rows or mixes(node)):
             decode = next_decode(node)
         are_held = not budget or not may_begin
         if are_held and not rows and decode is None and not node.inflight:  # nobody decodes after all
             rows = prompt_rows(node, node.settings.chunk_tokens, may_begin=gate.may_begin(node, 0))
-            gate.note(node, len(rows))
+            gate.planned(node, len(rows))
         if not rows and decode is None:
             break
         launch(node, rows, decode)

@@ -31,7 +31,7 @@ class PrefillGate(Protocol):
         """May admitted prompts that are not begun be in this batch? `num_decoding`: rows that would decode instead."""
         ...
 
-    def note(self, node: NodeState, num_rows: int) -> None:
+    def planned(self, node: NodeState, num_rows: int) -> None:
         """So many prompt rows are in the batch that was asked about."""
         ...
 
@@ -44,7 +44,7 @@ class AlwaysOpen(Struct, frozen=True):
     def may_begin(self, node: NodeState, num_decoding: int) -> bool:
         return True
 
-    def note(self, node: NodeState, num_rows: int) -> None:
+    def planned(self, node: NodeState, num_rows: int) -> None:
         pass
 
     def opens_at(self, node: NodeState) -> Nanos | None:
@@ -136,7 +136,7 @@ class Delayer(Struct, frozen=True):
             gets_no_larger=is_full or len(fresh) < len(unfinished),
         )
 
-    def note(self, node: NodeState, num_rows: int) -> None:
+    def planned(self, node: NodeState, num_rows: int) -> None:
         state = node.delayer
         load, decision = state.load, state.decision
         assert load is not None
