@@ -74,6 +74,6 @@ class Clock:
             action(*arguments)
             yield self.time
 
-    def run_next(self, until_ns: int | None = None) -> bool:
-        """Only the next one. False: nothing is left, or nothing up to `until_ns`."""
-        return next(self.run(until_ns), None) is not None
+    def run_next(self) -> bool:
+        """Only the next one. False: nothing is left."""
+        return next(self.run(), None) is not None

@@ -222,7 +222,7 @@ class World:
         for name in cast_of(options).gateways:
             self.add_gateway(name)
 
-    def add_server(self, name: str, role: Role, template: NodeSettings, info: PrefillInfo = ALONE) -> None:
+    def add_server(self, name: str, role: Role, template: NodeSettings, info: PrefillInfo) -> None:
         """With all of its ranks, up from now on."""
         server = self.servers[name] = Server(name, role, info)
         template = msgspec.structs.replace(template, force_query=self.options.force_query)
@@ -232,7 +232,7 @@ class World:
         server.resize(info.dp_size)
         self.start_server(server)
 
-    def add_replica(self, name: str, role: Role, template: NodeSettings, *, dp_size: int = 1) -> Replica:
+    def add_replica(self, name: str, role: Role, template: NodeSettings, *, dp_size: int) -> Replica:
         """One rank, up from now on. The first one brings its server. dp_size: of one that is no prefill, whose settings
         do not say it"""
         server_name = server_of(name)

@@ -218,10 +218,10 @@ class SimulatedConnection:
 
     # -- at the gateway
 
-    def _heard_head(self, status: int = HTTP_OK) -> None:
+    def _heard_head(self) -> None:
         if self._is_heard():
             caller = self.caller
-            self._hear(self.upstream.head(status, is_event_stream=caller.streams, is_resumable=caller.can_be_resumed))
+            self._hear(self.upstream.head(HTTP_OK, is_event_stream=caller.streams, is_resumable=caller.can_be_resumed))
 
     def _heard_piece(self, tokens: tuple[int, ...]) -> None:
         """The first one of decode's stream brings its head."""

@@ -229,7 +229,7 @@ def explore(small: Small, depth: int | None = None) -> Found:
     return found
 
 
-def explore_all(smalls: Sequence[Small] = SMALL_WORLDS, depth: int | None = None) -> list[Found]:
+def explore_all(smalls: Sequence[Small], depth: int | None = None) -> list[Found]:
     """All of them, in order, on as many processes as there are cores."""
     num_processes = min(num_cores(), len(smalls))
     if num_processes == 1:

@@ -50,7 +50,7 @@ class Found:
         return "\n".join([self.script.text(), DIVIDER, *self.trace, broken, ""])
 
 
-def shrink_seed(seed: int, max_events: int = MAX_EVENTS) -> Found | None:
+def shrink_seed(seed: int) -> Found | None:
     """None if the seed breaks nothing, or nothing that can be told again."""
     world = World(draw_options(seed))
     recorder = Recorder(world)
@@ -58,7 +58,7 @@ def shrink_seed(seed: int, max_events: int = MAX_EVENTS) -> Found | None:
         world.schedule_all()
         world.run()
     except Violation as violation:
-        return Shrinker(violation.invariant, max_events).shrink(recorder.script(), world.clock.time)
+        return Shrinker(violation.invariant).shrink(recorder.script(), world.clock.time)
     return None
 
 
@@ -80,7 +80,7 @@ def attempt(script: Script) -> tuple[Found | None, int]:
 @dataclass(slots=True)
 class Shrinker:
     invariant: str
-    events_left: int
+    events_left: int = MAX_EVENTS
     best: Found | None = None
 
     def shrink(self, script: Script, ended_at: int) -> Found | None:

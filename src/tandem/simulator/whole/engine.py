@@ -44,7 +44,7 @@ DIMENSIONS = 4  # of a vector
 LOGPROB = -0.5  # of every token
 
 
-def next_token(kv_sum: int, position: int, *, vocab_size: int, may_end: bool, matcher: Matcher | None = None) -> int:
+def next_token(kv_sum: int, position: int, *, vocab_size: int, may_end: bool, matcher: Matcher | None) -> int:
     """The token that follows `position`, given the sum of the KV of [0, position]."""
     mixed = ((kv_sum ^ (kv_sum >> 31)) * 0x94D049BB133111EB + position) & MASK
     mixed ^= mixed >> 33

@@ -88,7 +88,7 @@ class Visitor:
     random: Random
     codes: list[str]  # is told what it was refused with
     has_cause: Callable[[int, bool], bool]  # whether since then something has gone wrong
-    has_keys: bool = False  # the server asks for them
+    has_keys: bool  # the server asks for them
 
     def run(self) -> None:
         with suppress(OSError):  # it has no descriptor left

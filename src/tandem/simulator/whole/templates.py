@@ -13,7 +13,7 @@ SHOWN = "It is {{ strftime_now('%H:%M:%S') }}.\n"
 CONFIG = "tokenizer_config.json"
 
 
-def put_model(template: str, model: Path = MODEL) -> None:
+def put_model(template: str, model: Path) -> None:
     """Into the current folder, where servers find it. model: its folder."""
     folder = Path(MODEL_HERE)
     folder.unlink(missing_ok=True) if folder.is_symlink() else rmtree(folder, ignore_errors=True)  # another world's
