@@ -87,7 +87,6 @@ class Options:
     is_one_machine: bool = True
     flags: dict[str, Any] = field(default_factory=dict)  # of all servers
     roles: dict[str, dict[str, Any]] = field(default_factory=dict)  # of prefill and of decode
-    num_clients: int = 4
     num_requests: int = 12
     spread_s: float = 6.0  # requests begin within
     careless: float = 0.3  # share of clients that leave, read slowly or stop in the middle of a body
@@ -374,15 +373,17 @@ def draw_options(seed: int) -> Options:
         flags["max_total_tokens"] = max(FORMED_TOKENS, flags["max_total_tokens"])
     has_faults = random.random() < 0.8
     kinds = tuple(kind for kind in FAULT_KINDS if random.random() < 0.4) if has_faults else ()
+    num_prefills, num_decodes = (0 if is_unified else random.choice((1, 1, 2)) for _ in range(2))
+    is_one_machine = random.random() < 0.4
+    random.choice((2, 4, 8))  # of nothing: what follows is drawn after it, or all seeds would be other ones
     return Options(
         seed=seed,
         layout="unified" if is_unified else "pairs",
-        num_prefills=0 if is_unified else random.choice((1, 1, 2)),
-        num_decodes=0 if is_unified else random.choice((1, 1, 2)),
-        is_one_machine=random.random() < 0.4,
+        num_prefills=num_prefills,
+        num_decodes=num_decodes,
+        is_one_machine=is_one_machine,
         flags=flags,
         roles=roles,
-        num_clients=random.choice((2, 4, 8)),
         num_requests=random.choice((6, 12, 24)),
         spread_s=random.choice((0.5, 4.0, 10.0)),
         careless=random.choice((0.0, 0.3)),
