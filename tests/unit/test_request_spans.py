@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from seen_spans import SeenSpan
 from tandem.cli import main as cli
-from tandem.metrics.request_stats import SECOND_NS, RequestRecord
+from tandem.core.values import SECOND
+from tandem.metrics.request_stats import RequestRecord
 from tandem.metrics.stage_spans import GENERATION, span_attributes, stage_spans
 from tandem.otlp import PROTOCOL_VARIABLE, is_endpoint, protocol_of
 from tandem.server import logs, otel
@@ -63,9 +64,9 @@ def test_stages_lie_end_to_end_and_are_the_time_to_the_first_token(
 
 
 def test_a_request_that_failed_before_its_first_token_shows_the_wait_that_it_failed_in() -> None:
-    failed = record(is_failed=True, outcome="peer_lost", stage="peer", waited_seconds=2.0, e2e_ns=3 * SECOND_NS)
+    failed = record(is_failed=True, outcome="peer_lost", stage="peer", waited_seconds=2.0, e2e_ns=3 * SECOND)
     (span,) = stage_spans(failed, arrival_ns=10)
-    assert (span.name, span.began_ns, span.ended_ns) == ("peer", 10 + SECOND_NS, 10 + 3 * SECOND_NS)
+    assert (span.name, span.began_ns, span.ended_ns) == ("peer", 10 + SECOND, 10 + 3 * SECOND)
     assert list(stage_spans(record(is_failed=True, outcome="queue_full"), arrival_ns=10)) == []
 
 

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from tandem.core.commands import Path
-from tandem.core.values import Cause
+from tandem.core.values import SECOND, Cause
 from tandem.metrics.export import Exporter, parse_key
 from tandem.metrics.log import RequestLog
-from tandem.metrics.request_stats import SECOND_NS, SENDING, Histogram, RequestRecord, RequestStats, Throughput
+from tandem.metrics.request_stats import SENDING, Histogram, RequestRecord, RequestStats, Throughput
 from tandem.server.router.app import RouterApp
 from tandem.server.router.config import RouterConfig
 
@@ -118,8 +118,8 @@ def test_token_counters_move_while_a_request_runs_and_the_throughput_is_0_when_i
 def test_the_throughput_is_that_of_the_last_seconds(added: list[tuple[float, int]], now: float, right: float) -> None:
     throughput = Throughput()
     for at, tokens in added:
-        throughput.add(round(at * SECOND_NS), tokens)
-    assert throughput.per_second(round(now * SECOND_NS)) == pytest.approx(right)
+        throughput.add(round(at * SECOND), tokens)
+    assert throughput.per_second(round(now * SECOND)) == pytest.approx(right)
 
 
 def test_answers_are_counted_by_endpoint_and_status_and_nothing_that_clients_make_up_is_a_label() -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-SECOND_NS = 1_000_000_000
+from tandem.core.values import SECOND
+
 TTFT_BOUNDS = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1),
     *(2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400),
@@ -93,7 +94,7 @@ class Throughput:
         self._seconds: deque[list[int]] = deque(maxlen=WINDOW_SECONDS)  # [second, tokens], of those that had any
 
     def add(self, now_ns: int, tokens: int) -> None:
-        second = now_ns // SECOND_NS
+        second = now_ns // SECOND
         if self._seconds and self._seconds[-1][0] == second:
             self._seconds[-1][1] += tokens
         else:
@@ -101,11 +102,11 @@ class Throughput:
 
     def per_second(self, now_ns: int) -> float:
         """Since the first of these seconds began; over one at least."""
-        first = now_ns // SECOND_NS - WINDOW_SECONDS + 1
+        first = now_ns // SECOND - WINDOW_SECONDS + 1
         recent = [(second, tokens) for second, tokens in self._seconds if second >= first]
         if not recent:
             return 0.0
-        return sum(tokens for _, tokens in recent) / max(1.0, now_ns / SECOND_NS - recent[0][0])
+        return sum(tokens for _, tokens in recent) / max(1.0, now_ns / SECOND - recent[0][0])
 
 
 @dataclass(slots=True)
@@ -165,7 +166,7 @@ class RequestStats:
         if record.outcome == "aborted":
             self.aborted += 1
         if not record.is_failed:
-            self.e2e.observe(record.e2e_ns / SECOND_NS)
+            self.e2e.observe(record.e2e_ns / SECOND)
         if record.ttft_ns is not None:
             self._add_first_token(record, record.ttft_ns)
 
@@ -174,16 +175,16 @@ class RequestStats:
         self.failures[code] = self.failures.get(code, 0) + 1
 
     def _add_first_token(self, record: RequestRecord, ttft_ns: int) -> None:
-        self.ttft.observe(ttft_ns / SECOND_NS)
+        self.ttft.observe(ttft_ns / SECOND)
         if record.completion_tokens > 1 and not record.is_failed:
-            self.per_token.observe((record.e2e_ns - ttft_ns) / (record.completion_tokens - 1) / SECOND_NS)
+            self.per_token.observe((record.e2e_ns - ttft_ns) / (record.completion_tokens - 1) / SECOND)
         for stage, duration_ns in record.ledger:
             histogram = self.stages.get(stage)
             if histogram is None:
                 histogram = self.stages[stage] = Histogram(STAGE_BOUNDS)
-            histogram.observe(duration_ns / SECOND_NS)
+            histogram.observe(duration_ns / SECOND)
         waited_ns = sum(duration_ns for stage, duration_ns in record.ledger if stage.endswith(WAITING))
-        self.queue.observe(waited_ns / SECOND_NS)
+        self.queue.observe(waited_ns / SECOND)
 
     def _add_transfer(self, record: RequestRecord) -> None:
         self.kv_bytes += record.kv_bytes

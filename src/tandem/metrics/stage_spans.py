@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from tandem.metrics.request_stats import SECOND_NS, RequestRecord
+from tandem.core.values import SECOND
+from tandem.metrics.request_stats import RequestRecord
 
 GENERATION = "generation"
 Value = str | int | float | bool
@@ -31,7 +32,7 @@ def stage_spans(record: RequestRecord, *, arrival_ns: int) -> Iterator[StageSpan
     if record.ttft_ns is not None:
         yield StageSpan(GENERATION, at, end)
     elif record.stage and record.waited_seconds:
-        yield StageSpan(record.stage, max(arrival_ns, end - round(record.waited_seconds * SECOND_NS)), end)
+        yield StageSpan(record.stage, max(arrival_ns, end - round(record.waited_seconds * SECOND)), end)
 
 
 def span_attributes(record: RequestRecord, *, model: str) -> dict[str, Value]:
@@ -44,7 +45,7 @@ def span_attributes(record: RequestRecord, *, model: str) -> dict[str, Value]:
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
-        "gen_ai.server.time_to_first_token": None if record.ttft_ns is None else record.ttft_ns / SECOND_NS,
+        "gen_ai.server.time_to_first_token": None if record.ttft_ns is None else record.ttft_ns / SECOND,
         "bootstrap_room": None if record.room is None else hex(record.room),
         "tandem.path": record.path,
         "tandem.kv_pages": record.kv_pages,

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from tandem.metrics.request_stats import SECOND_NS, RequestRecord, RequestStats
+from tandem.core.values import SECOND
+from tandem.metrics.request_stats import RequestRecord, RequestStats
 from tandem.server.api.client import NodeClient
 
 PAGE = (Path(__file__).parent / "pd.html").read_text()
@@ -75,7 +76,7 @@ def told_of(ended_at: float, record: RequestRecord) -> dict[str, Any]:
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "completion_tokens": record.completion_tokens,
-        "ttft_seconds": None if record.ttft_ns is None else record.ttft_ns / SECOND_NS,
-        "e2e_seconds": record.e2e_ns / SECOND_NS,
-        "stages": [(stage, duration_ns / SECOND_NS) for stage, duration_ns in record.ledger],
+        "ttft_seconds": None if record.ttft_ns is None else record.ttft_ns / SECOND,
+        "e2e_seconds": record.e2e_ns / SECOND,
+        "stages": [(stage, duration_ns / SECOND) for stage, duration_ns in record.ledger],
     }

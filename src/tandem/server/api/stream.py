@@ -23,9 +23,9 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from tandem.core import commands
-from tandem.core.values import Cause
+from tandem.core.values import SECOND, Cause
 from tandem.metrics.log import RequestLog
-from tandem.metrics.request_stats import SECOND_NS, RequestRecord, RequestStats
+from tandem.metrics.request_stats import RequestRecord, RequestStats
 from tandem.sampling import TokenScore, read_scores
 from tandem.server import wire
 from tandem.server.api.bounds import LOOP_IDS, LOOP_SAMPLES, LOOP_SCORES, SCORE_VECTOR_BYTES
@@ -112,7 +112,7 @@ class Sample:
             self._start(now_ns, stats)
             count -= 1
         if count > 0:
-            stats.gap.observe((now_ns - self.last_ns) / count / SECOND_NS, count)
+            stats.gap.observe((now_ns - self.last_ns) / count / SECOND, count)
         self.last_ns = now_ns
         self.parts.append(text)
         return text
