@@ -1,10 +1,9 @@
 """Who can reach a port, as far as the address tells that it listens on."""
 
 import socket
-from ipaddress import ip_address
 from typing import Protocol
 
-from tandem.server.api.hosts import is_loopback
+from tandem.server.api.hosts import is_loopback, number_of
 from tandem.server.keys import Keyed
 
 
@@ -39,18 +38,10 @@ def takes_ipv4(host: str) -> bool:
 
 def listens_on_loopback(host: str) -> bool:
     """Whether nobody but this machine can reach a server that listens there."""
-    if is_number(host) or host == "localhost":
+    if number_of(host) is not None or host == "localhost":
         return is_loopback(host)
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
     return bool(host) and all(is_loopback(str(address[0])) for *_, address in found)
-
-
-def is_number(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -31,7 +31,7 @@ from tandem.server.api.endpoint_parts import error_response, request_id_of
 from tandem.server.api.errors import Failure, Problem
 from tandem.server.api.hosts import is_loopback, number_of
 from tandem.server.api.tenant import given_key
-from tandem.server.exposure import Reachable, is_number, listens_on_loopback
+from tandem.server.exposure import Reachable, listens_on_loopback
 from tandem.server.keys import KeyRing
 
 
@@ -130,7 +130,8 @@ class AccessRules:
     def _browser_refusal(self, headers: Headers, access: Access) -> Failure | None:
         host = headers.get("host", "")  # who sends none is no browser
         name = bare_name(host)
-        if self.names is not None and host and not (is_number(name) or is_localhost(name) or name in self.names):
+        is_usual = number_of(name) is not None or is_localhost(name)
+        if self.names is not None and host and not (is_usual or name in self.names):
             return Failure(Problem.UNKNOWN_HOST, f"this server has no key, and is not known as {name}")
         if self._is_cross_site(headers, host) and not (access in SHARED and self._is_invited(headers)):
             return Failure(Problem.CROSS_SITE, "a web page of another origin cannot use a server without keys")
