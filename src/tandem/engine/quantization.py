@@ -18,8 +18,8 @@ from tandem.engine.quantization_names import MADE_HERE, QUANTIZATIONS, STORED_ME
 from tandem.logtext import shown
 
 MOST_GROUP = 1 << 20
-LEAST_GROUP = 32  # inputs that the kernels take at once
-SMALL_GROUP = 16  # of 8 bits
+LEAST_GROUP = 32  # inputs that the kernels take at once; larger groups are multiples of it, the last may be shorter
+SMALL_GROUP = 16  # which 8 bits may have, too
 GPTQ, GPTQ_V2 = "gptq", "gptq_v2"
 PACKED, BYTES, NUMBERS = "pack-quantized", "int-quantized", "float-quantized"
 WHERE = "config.json: quantization_config"

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.documents import ModelError
-from tandem.engine.layers.quantized import LEAST_GROUP, SMALL_GROUP, QuantizedWeight, packed_bytes
-from tandem.engine.quantization import GPTQ, PACKED, NumberQuantization, Quantization
+from tandem.engine.layers.quantized import QuantizedWeight, packed_bytes
+from tandem.engine.quantization import GPTQ, LEAST_GROUP, PACKED, SMALL_GROUP, NumberQuantization, Quantization
 from tandem.logtext import shown
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which four bits of a word each of eight outputs is

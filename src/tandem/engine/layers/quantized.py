@@ -20,9 +20,8 @@ from torch.nn import functional
 from tandem.engine.layers import torch_linear
 from tandem.engine.layers.packed import PackedCodes, PackedWeight
 from tandem.engine.native import library
+from tandem.engine.quantization import LEAST_GROUP, SMALL_GROUP
 
-LEAST_GROUP = 32  # inputs; larger groups are multiples of it, the last one of a row may be shorter
-SMALL_GROUP = 16  # which 8 bits may have, too
 PACKED_INPUTS = 128
 FLOAT8 = torch.float8_e4m3fn
 GROUPS = {8: 64, 4: 32}  # of weights that are quantised when they are loaded, by bits
