@@ -14,6 +14,7 @@ from tandem.server.api.tool_parsers.python_value import json_of_literal
 Schema = dict[str, Any]
 NOTES = {"$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples"}
 FOLLOWED = NOTES | {"type", "properties", "required", "additionalProperties"}  # of a schema of all arguments
+MOST_ARGUMENTS = 32  # that a grammar lets a model make up
 COMBINING = ("anyOf", "oneOf", "allOf")
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from tandem.server.api.tool_parsers.arguments import SpelledCall, arguments_of, property_of
+from tandem.server.api.tool_parsers.arguments import MOST_ARGUMENTS, SpelledCall, arguments_of, property_of
 from tandem.server.api.tool_parsers.base import (
     SPACES,
     Function,
@@ -21,7 +21,6 @@ from tandem.server.api.tool_parsers.python_value import PythonValue
 
 OPENER, CLOSER = "<function_calls>", "</function_calls>"
 NAME = re.compile(r"[^\s()\[\]{},;:=\"'<>]+")  # of a function or an argument
-MOST_ARGUMENTS = 32  # that a grammar lets a model make up
 
 
 class PythonCall(SpelledCall):

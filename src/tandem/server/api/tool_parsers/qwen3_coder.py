@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tandem.server.api.tool_parsers import hermes
 from tandem.server.api.tool_parsers.arguments import (
+    MOST_ARGUMENTS,
     Schema,
     SpelledCall,
     arguments_of,
@@ -37,7 +38,6 @@ FUNCTION, PARAMETER, FUNCTION_END, PARAMETER_END = "<function=", "<parameter=", 
 ENDS = ("\n" + PARAMETER_END, PARAMETER_END, f"\n{FUNCTION_END}\n{hermes.CLOSER}")
 NAME = re.compile(r"[^\x00-\x1f<>]{1,256}")
 ANY_NAME = rf"/{PARAMETER}[^\x00-\x1f<>]{{1,64}}>\n/"
-MOST_ARGUMENTS = 32  # that a grammar lets a model make up
 
 
 class TaggedCall(SpelledCall):
