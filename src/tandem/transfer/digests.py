@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Sequence
 
-DIGEST_BYTES = 8
+from tandem.core.disagg.transfer_state import DIGEST_BYTES
 
 
 def pack_digests(digests: Sequence[int]) -> bytes:

@@ -31,10 +31,11 @@ from operator import itemgetter
 from typing import Generic
 
 from tandem.core.commands import CancelPull, PullPages
+from tandem.core.disagg.transfer_state import DIGEST_BYTES
 from tandem.core.events import Event, PagesLanded, TransferDrained, TransferFailed
 from tandem.core.kv_parts import KvShard, Tile
 from tandem.core.values import MILLISECOND, Cause, Cut, Incarnation, RequestId
-from tandem.transfer.digests import DIGEST_BYTES, unpack_digests
+from tandem.transfer.digests import unpack_digests
 from tandem.transfer.jobs import (
     AnyJob,
     Attempt,

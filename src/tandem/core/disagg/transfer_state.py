@@ -9,7 +9,7 @@ from enum import IntEnum, StrEnum
 from tandem.core.machine import Machine
 from tandem.core.values import RequestId
 
-DIGEST_BYTES = 8
+DIGEST_BYTES = 8  # of a page
 
 
 class TransferState(IntEnum):
