@@ -9,11 +9,12 @@ import pytest
 from api_fakes import END, TEMPLATE, Script, default_tokenizer, ids, load_tokenizer, prompt_of, says, world
 from starlette.testclient import TestClient
 
+from errors_page import PAGE, errors_page
 from tandem import __version__
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause
 from tandem.server.api import errors, ops
-from tandem.server.api.errors import RULES, Problem, Refusal, errors_page
+from tandem.server.api.errors import RULES, Problem, Refusal
 from tandem.server.api.limits import Task
 from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.openapi import KEEPS, KEEPS_NONE, OF_PAIR, behind_router, bounds, openapi_document, schema_of
@@ -347,8 +348,7 @@ def test_a_wrong_method_of_the_test_hooks_is_answered_with_the_right_ones() -> N
 
 def test_every_cause_and_problem_has_a_row_in_the_table_and_the_page_is_up_to_date() -> None:
     assert set(RULES) == {*Cause, *Problem}
-    page = Path(__file__).parents[2] / "docs" / "errors.md"
-    assert page.read_text() == errors_page(), "run: python -m tandem.server.api.errors > docs/errors.md"
+    assert PAGE.read_text() == errors_page(), "python -m tests.errors_page refreshes it"
 
 
 def test_the_table_says_router_of_every_problem_that_a_router_names() -> None:

@@ -3,7 +3,7 @@
 The codes are a closed list: the causes of the core, and the few problems that only the HTTP edge or the router can
 see. The status is a signal to gateways: 4xx means "this request, never again", 5xx means "another pair may do better".
 So a user's mistake is never a 5xx and a passing trouble is never a 4xx. `retryable` is in every error body, and our
-router goes by it. `docs/errors.md` is `errors_page()`; a test compares.
+router goes by it. `docs/errors.md` is made of the table.
 """
 
 from enum import StrEnum
@@ -306,38 +306,3 @@ def error_headers(failure: Failure) -> dict[str, str]:
     if failure.code is Problem.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     return headers
-
-
-def errors_page() -> str:
-    """The text of `docs/errors.md`."""
-    rows = [
-        f"| `{code.value}` | {rule.status} | {'yes' if rule.retryable else 'no'} | {rule.said_by} | {rule.remedy} |"
-        for code, rule in RULES.items()
-    ]
-    return "\n".join(
-        [
-            "# Errors",
-            "",
-            "Every request ends with its tokens or with one of these codes, in `error.code` of the body. Before the",
-            "first token the HTTP status is the one below; later the stream ends with a last event that holds the",
-            "same object. `stage` is the wait the request was in, `edge` or `router` when it never reached a node;",
-            "`waited_seconds` is the time it spent in that wait, `peer` the server it waited for, if it knew one.",
-            "",
-            "```json",
-            '{"type": "error",',
-            ' "error": {"message": "...", "type": "...", "param": null, "code": "...", "retryable": true,',
-            '           "stage": "...", "waited_seconds": 0.0, "peer": null, "remedy": "...", "request_id": "..."}}',
-            "```",
-            "",
-            "| code | status | retryable | who says it | what to do |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-            "This page is generated from `src/tandem/server/api/errors.py`.",
-            "",
-        ]
-    )
-
-
-if __name__ == "__main__":
-    print(errors_page(), end="")
