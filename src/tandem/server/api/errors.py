@@ -266,9 +266,13 @@ def contradiction(param: str, message: str) -> Refusal:
 
 def failure_of(command: FailRequest) -> Failure:
     """What the node said, in words for a client."""
-    cause = str(command.cause).replace("_", " ")
-    message = f"{cause}: {command.detail}" if command.detail else cause
+    message = in_words(command.cause, command.detail)
     return Failure(command.cause, message, None, command.stage, command.peer, command.waited_ns / SECOND)
+
+
+def in_words(cause: StrEnum, detail: str) -> str:
+    words = cause.value.replace("_", " ")
+    return f"{words}: {detail}" if detail else words
 
 
 def error_json(failure: Failure, request_id: str) -> bytes:

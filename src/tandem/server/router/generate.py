@@ -32,6 +32,7 @@ from tandem.server.api.errors import (
     error_event,
     error_headers,
     error_json,
+    in_words,
     invalid,
 )
 from tandem.server.api.large_body import check_counts
@@ -246,8 +247,7 @@ class _Reply:
 
 def failure_of(fail: Fail) -> Failure:
     """The router's own error in words for a client."""
-    words = fail.cause.value.replace("_", " ")
-    return Failure(CODES[fail.cause.value], f"{words}: {fail.detail}" if fail.detail else words, None, fail.stage)
+    return Failure(CODES[fail.cause.value], in_words(fail.cause, fail.detail), None, fail.stage)
 
 
 def read_object(raw: bytes, conversation: PendingResponse | None = None) -> tuple[dict[str, Any], bytes]:
