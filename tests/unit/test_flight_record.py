@@ -23,7 +23,17 @@ from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, Role, TierSettings
 from tandem.core.values import SECOND, Cut, Incarnation, Nanos, RequestId
 from tandem.server.channel import frame
-from tandem.server.node.flight import FORMAT, FlightRecorder, Head, Input, Output, read_segment, replay, segments_of
+from tandem.server.node.flight import (
+    FORMAT,
+    FlightRecorder,
+    FlightSegment,
+    Frame,
+    Head,
+    Input,
+    Output,
+    replay,
+    segments_of,
+)
 from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
 from tandem.server.record_file import BrokenRecord, StepRaised
 from tandem.server.record_folder import FLIGHT_NAME, RecordFolder
@@ -82,6 +92,11 @@ class World:
             effects = self.step(*returned)
 
 
+def frames_of(path: Path) -> list[Frame]:
+    segment = FlightSegment(path)
+    return [segment.head, *segment.frames]
+
+
 def test_a_record_replays_to_the_same_decisions(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.serve(requests=3, tokens=5)
@@ -97,7 +112,7 @@ def test_another_decision_is_found_at_its_step(tmp_path: Path) -> None:
     world.serve(requests=1, tokens=5)
     world.recorder.close()
     (segment,) = segments_of(tmp_path)
-    frames = list(read_segment(segment))
+    frames = frames_of(segment)
     outputs = [index for index, entry in enumerate(frames) if isinstance(entry, Output)]
     changed = frames[outputs[2]]
     assert isinstance(changed, Output)
@@ -132,9 +147,7 @@ def test_segments_are_kept_within_the_bound_and_each_replays_alone(tmp_path: Pat
         result = replay(segment, EngineNode)
         assert result.difference is None
         steps += result.steps
-    head = next(read_segment(segments[0]))
-    assert isinstance(head, Head)
-    assert head.first_step + steps == world.steps
+    assert FlightSegment(segments[0]).head.first_step + steps == world.steps
 
 
 def test_a_record_that_was_cut_replays_up_to_the_cut(tmp_path: Path) -> None:
@@ -166,7 +179,7 @@ def test_a_record_that_ends_within_a_step_is_cut_and_one_that_ends_behind_it_is_
     world.recorder.close()
     (segment,) = segments_of(tmp_path)
     assert not replay(segment, EngineNode).is_cut
-    segment.write_bytes(b"".join(map(frame, list(read_segment(segment))[:-1])))  # without what it came to
+    segment.write_bytes(b"".join(map(frame, frames_of(segment)[:-1])))  # without what it came to
     result = replay(segment, EngineNode)
     assert (result.is_cut, result.difference, result.steps) == (True, None, world.steps)
 
@@ -179,7 +192,7 @@ def test_a_step_that_raises_is_on_record_and_raises_again(tmp_path: Path) -> Non
         world.step()
     world.recorder.close()
     (segment,) = segments_of(tmp_path)
-    assert isinstance(list(read_segment(segment))[-1], Input)
+    assert isinstance(frames_of(segment)[-1], Input)
     with pytest.raises(StepRaised, match=f"step {world.steps} raises AssertionError"):
         replay(segment, EngineNode)
 
@@ -271,9 +284,7 @@ def rotated(tmp_path: Path) -> tuple[World, Record]:
 
 
 def first_step(segment: Path) -> int:
-    head = next(read_segment(segment))
-    assert isinstance(head, Head)
-    return head.first_step
+    return FlightSegment(segment).head.first_step
 
 
 def test_one_node_goes_through_a_rotation_with_the_same_decisions(tmp_path: Path) -> None:
@@ -304,7 +315,7 @@ def test_any_segment_stands_for_its_record(tmp_path: Path) -> None:
 
 def test_a_difference_behind_the_rotation_is_found_at_its_step(tmp_path: Path) -> None:
     _, record = rotated(tmp_path)
-    frames = list(read_segment(record.segments[1]))
+    frames = frames_of(record.segments[1])
     number = next(index for index, entry in enumerate(frames) if isinstance(entry, Output) and entry.commands)
     changed = frames[number]
     assert isinstance(changed, Output)
@@ -317,7 +328,7 @@ def test_a_difference_behind_the_rotation_is_found_at_its_step(tmp_path: Path) -
 
 def test_a_segment_that_is_missing_between_two_is_named(tmp_path: Path) -> None:
     _, record = rotated(tmp_path)
-    frames = list(read_segment(record.segments[0]))
+    frames = frames_of(record.segments[0])
     record.segments[0].write_bytes(b"".join(map(frame, frames[:-2])))
     with pytest.raises(BrokenRecord, match=r"000\d+.tandem: begins at step \d+; \d+ is the next"):
         replay_through(record, EngineNode)
@@ -355,9 +366,7 @@ def test_a_step_is_reached_from_the_nearest_snapshot_before_it(tmp_path: Path, w
 
     wanted = first_step(record.segments[which]) + 1  # inside the segment
     steps = list(steps_from(record, wanted, Watched))
-    head = next(read_segment(record.segments[which]))
-    assert isinstance(head, Head)
-    assert built == [head.snapshot]
+    assert built == [FlightSegment(record.segments[which]).head.snapshot]
     assert steps[0].index == wanted
     assert [step.index for step in steps] == list(range(wanted, wanted + len(steps)))
     assert all(step.is_as_recorded for step in steps)

@@ -25,7 +25,7 @@ from tandem.core.values import SECOND, Nanos, RequestId, Room
 from tandem.server.api.edge_record import EdgeRing
 from tandem.server.api.live_requests import IncomingRequest, LiveRequests
 from tandem.server.channel import frame
-from tandem.server.node.flight import FlightRecorder, read_segment
+from tandem.server.node.flight import FlightRecorder, FlightSegment
 from tandem.server.record_file import BrokenRecord
 from tandem.server.router.record import Draws, RouterRing
 
@@ -107,7 +107,7 @@ def flight_record() -> Run:
     def run(data: bytes) -> None:
         path.write_bytes(data)
         with contextlib.suppress(BrokenRecord):  # `replay` has a net of its own
-            for _ in read_segment(path):
+            for _ in FlightSegment(path).frames:
                 pass
         with contextlib.redirect_stdout(io.StringIO()):
             for at in (None, 3):

@@ -187,13 +187,6 @@ class FlightSegment:
             index += 1
 
 
-def read_segment(path: Path) -> Iterator[Frame]:
-    """Frames in order. A last frame that was cut, because the process was killed, is left out."""
-    segment = FlightSegment(path)
-    yield segment.head
-    yield from segment.frames
-
-
 def segments_of(path: Path) -> list[Path]:
     """The segments of a record, oldest first: a file is itself, a folder is what recorders wrote there."""
     return [path] if path.is_file() else sorted(found for found in path.glob("flight-*.tandem") if found.is_file())
