@@ -317,7 +317,7 @@ def read_launch() -> Launch:
     """In a child, first thing: learn what to do."""
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
     if os.getppid() != launch.parent_pid:
-        sys.exit(1)  # the parent died before the kernel knew of our params
+        sys.exit(1)  # the parent has died, and the kernel was asked too late to tell us
     return launch
 
 

@@ -146,8 +146,8 @@ def delayer_settings(config: ServerConfig, topology: DpTopology) -> DelayerSetti
 
 def optimistic_policy(config: ServerConfig) -> OptimisticPolicy:
     """The one that the flags select."""
-    all_params = optimistic_wishes(config)
-    return OptimisticPolicy(all_params.pop()) if all_params else OptimisticPolicy.PARK
+    wishes = optimistic_wishes(config)
+    return OptimisticPolicy(wishes.pop()) if wishes else OptimisticPolicy.PARK
 
 
 def local_prefill(config: ServerConfig) -> LocalPrefill:
