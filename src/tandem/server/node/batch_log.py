@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
 
-from tandem.core.batch import BatchOutcome, BatchPlan
+from tandem.core.batch import TOKEN_BYTES, BatchOutcome, BatchPlan
 from tandem.core.commands import Effects, ForgetRequests, LaunchBatch
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.scheduler.numbers import NodeNumbers
@@ -148,7 +148,7 @@ class BatchLog:
         launched = self._launched.pop(outcome.batch, None)
         if launched is None:
             return  # launched before this observer began
-        self._generated += len(outcome.tokens) // 4
+        self._generated += len(outcome.tokens) // TOKEN_BYTES
         self._busy_ns += now - self._busy_since
         self._busy_since = now
         self.cooperation.add(
