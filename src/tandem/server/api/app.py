@@ -117,8 +117,8 @@ def build_app(
     model: ModelFacts,
     tokenizer: Tokenizer,
     *,
+    digest_secret: bytes | None,
     log: RequestLog | None = None,
-    digest_secret: bytes | None = None,
     tracing: Tracing = NO_TRACING,
     stats: RequestStats | None = None,
 ) -> Starlette:

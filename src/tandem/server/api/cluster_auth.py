@@ -28,6 +28,7 @@ from tandem.server.api.http_exchange import HttpResponse, exchange
 
 WRITE = "bootstrap-write"  # what the proof is for
 CHALLENGE_NS = 30 * SECOND
+WRITE_SECONDS = 10.0  # for each of the two answers
 MAX_SPENT = 65_536  # proved writes of the last CHALLENGE_NS
 CHALLENGE_PATH = "/challenge"
 CHALLENGE_HEADER = "x-tandem-challenge"
@@ -52,18 +53,18 @@ def signed_headers(secret: ClusterSecret, *, method: str, target: str, challenge
 
 
 async def signed_write(
-    secret: ClusterSecret, host: str, port: int, *, method: str, target: str, body: bytes, timeout_s: float = 10.0
+    secret: ClusterSecret, host: str, port: int, *, method: str, target: str, body: bytes
 ) -> HttpResponse:
     """Write to a bootstrap server: what a rank of another process, and a dispatcher, does. `host` is a number.
 
     Raises OSError and `ExchangeError`; a refusal is an answer.
     """
-    given = await exchange(host, port, "GET", CHALLENGE_PATH, timeout_s=timeout_s)
+    given = await exchange(host, port, "GET", CHALLENGE_PATH, timeout_s=WRITE_SECONDS)
     challenge = given.body.decode("ascii", "replace").strip()
     if CHALLENGE.fullmatch(challenge) is None:
         return given
     headers = signed_headers(secret, method=method, target=target, challenge=challenge, body=body)
-    return await exchange(host, port, method, target, body=body, headers=headers, timeout_s=timeout_s)
+    return await exchange(host, port, method, target, body=body, headers=headers, timeout_s=WRITE_SECONDS)
 
 
 @dataclass(slots=True)

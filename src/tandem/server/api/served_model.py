@@ -56,7 +56,7 @@ def unsaid_priority(config: ServerConfig) -> int | None:
     return MAX_INT if config.schedule_low_priority_values_first else MIN_INT
 
 
-def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> ModelLimits:
+def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None) -> ModelLimits:
     """What requests are checked against.
 
     `digest_secret` is one that both halves of a pair have, and nobody else; None: there is no other half.

@@ -113,7 +113,7 @@ class Questions:
 MakeNode = Callable[[NodeSettings], EngineNode]
 
 
-def run(launch: Launch, *, api_fd: int, worker_fds: list[int], make_node: MakeNode = EngineNode) -> None:
+def run(launch: Launch, *, api_fd: int, worker_fds: list[int], make_node: MakeNode) -> None:
     """Until the API process says Shutdown. Raises LocalPeerLost, ServerFailure."""
     clock = MonotonicClock()
     poller = SelectorPoller()
