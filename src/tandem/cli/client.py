@@ -243,26 +243,41 @@ def chunks_of(lines: Iterator[str]) -> Iterator[StreamChunk]:
 
     Reads to the end of the body, after which the connection can be used again: closing it earlier looks like leaving.
     """
-    is_done = False
+    stream = EventStream()
     for line in lines:
-        data = _data(line)
-        is_done = is_done or data == "[DONE]"
-        if data and not is_done:
-            yield _chunk(data)
-    if not is_done:
-        raise ServerTrouble("the stream broke off")
+        yield from stream.take(line)
+    stream.end()
 
 
 async def achunks_of(lines: AsyncIterator[str]) -> AsyncIterator[StreamChunk]:
     """The same for asyncio."""
-    is_done = False
+    stream = EventStream()
     async for line in lines:
-        data = _data(line)
-        is_done = is_done or data == "[DONE]"
-        if data and not is_done:
-            yield _chunk(data)
-    if not is_done:
-        raise ServerTrouble("the stream broke off")
+        for chunk in stream.take(line):
+            yield chunk
+    stream.end()
+
+
+class EventStream:
+    """What the lines of an event stream say, one after the other."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def take(self, line: str) -> Iterator[StreamChunk]:
+        """The event in a line, if there is one. Raises ServerTrouble for an error."""
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        self._is_done = self._is_done or data == "[DONE]"
+        if data and not self._is_done:
+            chunk = read_answer(data, StreamChunk)
+            if chunk.error:
+                raise ServerTrouble(_message(data.encode()))
+            yield chunk
+
+    def end(self) -> None:
+        """No line follows. Raises ServerTrouble where one should."""
+        if not self._is_done:
+            raise ServerTrouble("the stream broke off")
 
 
 class ProgressLine:
@@ -282,17 +297,6 @@ class ProgressLine:
         line = f"{done}/{self._total} {text}"
         end = "\n" if done == self._total or not self._is_terminal else ""
         print(f"\r{line:<78}" if self._is_terminal else line, end=end, file=sys.stderr, flush=True)
-
-
-def _data(line: str) -> str:
-    return line.removeprefix("data:").strip() if line.startswith("data:") else ""
-
-
-def _chunk(data: str) -> StreamChunk:
-    chunk = read_answer(data, StreamChunk)
-    if chunk.error:
-        raise ServerTrouble(_message(data.encode()))
-    return chunk
 
 
 def _message(body: bytes) -> str:
