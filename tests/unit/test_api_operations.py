@@ -17,7 +17,8 @@ from tandem.server.api import errors, ops
 from tandem.server.api.errors import RULES, Problem, Refusal
 from tandem.server.api.limits import Task
 from tandem.server.api.node_rank import NodeRank
-from tandem.server.api.openapi import KEEPS, KEEPS_NONE, OF_PAIR, behind_router, bounds, openapi_document, schema_of
+from tandem.server.api.openapi import OF_PAIR, behind_router, bounds, openapi_document, schema_of
+from tandem.server.api.openapi_bodies import KEEPS, KEEPS_NONE
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 NUMBERS = {

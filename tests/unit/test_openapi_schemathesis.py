@@ -20,7 +20,8 @@ from schemathesis.schemas import APIOperation
 from tandem.server.api.body import ChatBody, CompletionBody
 from tandem.server.api.foreign_fields import is_asked_for
 from tandem.server.api.messages import MessagesBody
-from tandem.server.api.openapi import BEYOND_SCHEMAS, COUNTS, GENERATION, openapi_document, refused_fields, schema_of
+from tandem.server.api.openapi import BEYOND_SCHEMAS, COUNTS, openapi_document, refused_fields, schema_of
+from tandem.server.api.openapi_bodies import GENERATION
 from tandem.server.api.responses import ResponsesBody
 
 EXAMPLES = {GenerationMode.POSITIVE: 10, GenerationMode.NEGATIVE: 5}  # the latter take longer to be made

@@ -12,7 +12,8 @@ from starlette.routing import BaseRoute, Route
 
 from tandem import __version__
 from tandem.server.api.limits import Task
-from tandem.server.api.openapi import Schema, behind_router, openapi_document, schema_of
+from tandem.server.api.openapi import behind_router, openapi_document, schema_of
+from tandem.server.api.openapi_bodies import Schema
 
 ROLE_HEADER = "x-tandem-role"  # of answers to /health: a router looks there whether a worker is what it was told of
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
