@@ -30,7 +30,7 @@ from conditions import conditions
 from pd_tax import SEED, VOCABULARY, bootstrap_port_of, ttft_ms
 
 from tandem.cli.fleet import Fleet, start_pd
-from tandem.config import FORCE_QUERY
+from tandem.environment import FORCE_QUERY
 
 WAYS = ("implied", "named", "elsewhere", "asked")
 DP_SIZE, LENGTH, WARM_UP = 2, 16, 5

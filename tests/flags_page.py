@@ -5,7 +5,8 @@ it.
 from pathlib import Path
 
 from tandem.cli.flags import collected, kind_of
-from tandem.config import ENVIRONMENT, Variable, flags
+from tandem.config import flags
+from tandem.environment import ENVIRONMENT, Variable
 from tandem.flag_roles import ROLES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
@@ -15,8 +16,8 @@ def flags_page() -> str:
     lines = [
         "# Flags of `tandem serve`",
         "",
-        "Generated from `src/tandem/{door_config,config,flag_roles}.py`. A flag that is not here does not exist;",
-        "one that would do nothing on the server that is started is refused with the reason.",
+        "Generated from `src/tandem/{door_config,config,flag_roles,environment}.py`. A flag that is not here does not",
+        "exist; one that would do nothing on the server that is started is refused with the reason.",
         "",
         "| flag | default | servers | meaning |",
         "|---|---|---|---|",

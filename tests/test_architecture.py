@@ -142,6 +142,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     *((f"server.{name}", "server.machines") for name in SERVER_MACHINES),
     ("flag_roles", "config"),
     ("door_config", "config"),
+    ("environment", "leaf"),
     ("simulator.whole", "simulator.whole"),
     *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server")),
     *((name, name) for name in ("simulator", "cli")),

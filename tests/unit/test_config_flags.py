@@ -11,7 +11,7 @@ from flags_page import PAGE, flags_page
 from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, collected, config_of, kind_of, values_of
-from tandem.config import ENVIRONMENT, ServerConfig, Variable, flags
+from tandem.config import ServerConfig, flags
 from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.kv_parts import KvGrid
 from tandem.core.settings import (
@@ -30,6 +30,7 @@ from tandem.core.settings import (
     SchedulePolicy,
 )
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
+from tandem.environment import ENVIRONMENT, Variable
 from tandem.flag_roles import NEEDS, ROLES, without_effect
 from tandem.metrics.delayer_waits import DelayerWaits
 from tandem.server.node.peers import Heartbeat

@@ -13,7 +13,8 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.flag_groups import in_order
 from tandem.cli.flag_synonyms import SYNONYMS
 from tandem.cli.main import Parser
-from tandem.config import ServerConfig, environment_complaints, flags, violations
+from tandem.config import ServerConfig, flags, violations
+from tandem.environment import environment_complaints
 from tandem.flag_roles import without_effect
 from tandem.server.keys import Config, KeyProblem, with_keys
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.config import STAGED_KV, ServerConfig, environment_switch
+from tandem.config import ServerConfig
 from tandem.core.kv.windows import most_seen
 from tandem.core.settings import WindowSettings
 from tandem.core.values import ceil_div
@@ -11,6 +11,7 @@ from tandem.engine import machine_memory
 from tandem.engine.kv_memory import pages_for_memory
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.weights import LoadedModel
+from tandem.environment import STAGED_KV, environment_switch
 from tandem.server.processes import ServerFailure
 from tandem.transfer.port import Backend
 

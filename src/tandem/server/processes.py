@@ -25,10 +25,11 @@ import msgspec
 from msgspec import Struct, structs
 
 from tandem import cgroups, several_hosts
-from tandem.config import ENGINES, ServerConfig, environment_number
+from tandem.config import ServerConfig
 from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.values import Incarnation
 from tandem.engine import determinism
+from tandem.environment import ENGINES, environment_number
 from tandem.membership import ClusterSecret, SecretError, read_secret, user_secret
 from tandem.programs import module_command, working_folder
 from tandem.ranks import Rank, all_ranks

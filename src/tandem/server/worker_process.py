@@ -32,7 +32,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from tandem.config import STAGED_KV, ServerConfig, environment_switch
+from tandem.config import ServerConfig
 from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import (
     CancelPull,
@@ -71,6 +71,7 @@ from tandem.engine.parallel import (
     WorkerGone,
 )
 from tandem.engine.weights import LoadedModel
+from tandem.environment import STAGED_KV, environment_switch
 from tandem.grammar import GrammarError, Vocabulary
 from tandem.host_memory import HostMemory, carry_out
 from tandem.membership import ClusterSecret

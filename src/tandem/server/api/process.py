@@ -31,13 +31,14 @@ from typing import Any  # what a coroutine is sent and gives back while it runs
 
 from starlette.types import ASGIApp
 
-from tandem.config import FORCE_QUERY, ServerConfig, environment_switch
+from tandem.config import ServerConfig
 from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.commands import AnnounceDpRank, GatherLoad
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
 from tandem.core.stall_detector import who_began
 from tandem.core.values import Cause
+from tandem.environment import FORCE_QUERY, environment_switch
 from tandem.membership import ClusterSecret
 from tandem.metrics.request_stats import RequestStats
 from tandem.server import wire

@@ -4,7 +4,8 @@ import hashlib
 from pathlib import Path
 
 from tandem import __version__
-from tandem.config import HEARTBEAT_INTERVAL, HEARTBEAT_MAX_FAILURE, ServerConfig, environment_number, flags
+from tandem.config import ServerConfig, flags
+from tandem.environment import HEARTBEAT_INTERVAL, HEARTBEAT_MAX_FAILURE, environment_number
 
 # Of one host only: where it is and listens, who may read its files, what it writes down, and how many cores it has.
 OF_ONE_HOST = frozenset(

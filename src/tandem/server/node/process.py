@@ -18,14 +18,7 @@ from pathlib import Path
 import msgspec
 
 from tandem import kv_events_config
-from tandem.config import (
-    FAILED_TRANSFERS,
-    FAULT_SEED,
-    LOG_FORWARD_ITERS,
-    ServerConfig,
-    environment_number,
-    environment_switch,
-)
+from tandem.config import ServerConfig
 from tandem.core.disagg.message_checks import Bounds
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.node import EngineNode
@@ -33,6 +26,7 @@ from tandem.core.scheduler.numbers import numbers
 from tandem.core.settings import NodeSettings
 from tandem.core.stall_detector import ProgressReport
 from tandem.core.values import Nanos
+from tandem.environment import FAILED_TRANSFERS, FAULT_SEED, LOG_FORWARD_ITERS, environment_number, environment_switch
 from tandem.membership import ClusterSecret, new_challenge
 from tandem.metrics.delayer_waits import DelayerWaits
 from tandem.metrics.dp_cooperation import DpCooperation

@@ -1,21 +1,7 @@
 """What the flags and the environment of a server mean for its node: from `ServerConfig` to `NodeSettings`."""
 
 from tandem import storage_config
-from tandem.config import (
-    BOOTSTRAP_TIMEOUT,
-    FORCE_QUERY,
-    FORCED_RETRIES,
-    HEARTBEAT_INTERVAL,
-    HEARTBEAT_MAX_FAILURE,
-    WAITING_TIMEOUT,
-    ServerConfig,
-    Variable,
-    environment_number,
-    environment_switch,
-    keeps_prefixes,
-    local_prefill_tokens,
-    optimistic_wishes,
-)
+from tandem.config import ServerConfig, keeps_prefixes, local_prefill_tokens, optimistic_wishes
 from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import (
@@ -38,6 +24,17 @@ from tandem.core.settings import (
     WritePolicy,
 )
 from tandem.core.values import MILLISECOND, SECOND, Nanos, ceil_div
+from tandem.environment import (
+    BOOTSTRAP_TIMEOUT,
+    FORCE_QUERY,
+    FORCED_RETRIES,
+    HEARTBEAT_INTERVAL,
+    HEARTBEAT_MAX_FAILURE,
+    WAITING_TIMEOUT,
+    Variable,
+    environment_number,
+    environment_switch,
+)
 from tandem.server.node.links import Heartbeat
 from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch
