@@ -166,7 +166,7 @@ class ProcessPipeline:
         self._receive(tokens, self._sampler, tag=TOKENS)
         return tokens.numpy()
 
-    def _send(self, values: Tensor, to: int, *, tag: int, sent: "Sent") -> None:
+    def _send(self, values: Tensor, to: int, *, tag: int, sent: Sent) -> None:
         with others_there():
             work = dist.isend(as_bytes(values), dst=to, tag=tag)
             assert work is not None, "this worker is a member of the group"

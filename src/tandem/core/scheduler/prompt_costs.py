@@ -67,7 +67,7 @@ class BatchCost:
         line = self.line()
         return line.fixed_ns if line is not None else ZERO_NS
 
-    def line(self) -> "CostLine | None":
+    def line(self) -> CostLine | None:
         """None: not known, as with few batches, or when all have about as many tokens, and through one point goes any
         line."""
         spread = self.num_batches * self.tokens_squared - self.tokens * self.tokens

@@ -108,7 +108,7 @@ class WorkerValue(Struct, frozen=True):
     """An `Executor`, with everything that it will ever read."""
 
     slots: tuple[tuple[int, ...], ...]  # per page
-    requests: tuple["WorkerRequestValue", ...] = ()
+    requests: tuple[WorkerRequestValue, ...] = ()
     decode_sets: tuple[tuple[RequestId, ...], ...] = ()  # by micro-batch
     last_iteration: int = 0
 
