@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import TextIO
 
 from tandem.cgroups import num_cores
 from tandem.cli.failure import CommandFailed
@@ -82,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
             show(result, summary, args)
             if args.shrink and result.invariant not in {"", *shrunk}:
                 shrunk.add(result.invariant)  # one of a kind: the others are mostly the same bug
-                show_shrunk(result, as_json=args.json)
+                show_shrunk(result, args)
     except KeyboardInterrupt:
         note("stopped; so far:")
     if args.coverage:
         lines = (*table(summary.seeds, summary.rare), *occurrences.table(summary.occurred))
-        print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
+        print("\n".join(lines), file=stream_of_texts(args))
     print(summary.json() if args.json else summary.text())
     if args.hunt_ns:
         note(rates_text(summary, time.monotonic() - began))
@@ -126,8 +127,7 @@ def whole_results(first: int, num_seeds: int, args: argparse.Namespace) -> Itera
 
     run = partial(world.run_seed, engine=args.engine)
     if args.trace:
-        stream = sys.stderr if args.json else sys.stdout
-        trace = partial(print, file=stream)
+        trace = partial(print, file=stream_of_texts(args))
         return (run(seed, trace) for seed in range(first, first + num_seeds))
     if args.hunt_ns:
         over_at = time.monotonic() + args.hunt_ns / SECOND
@@ -145,24 +145,24 @@ def rates_text(summary: Summary, seconds: float) -> str:
 
 
 def traced(first: int, num_seeds: int, args: argparse.Namespace) -> Iterator[SeedResult]:
-    """With a trace, seeds run one after the other in this process; with --json the trace goes to stderr."""
-    stream = sys.stderr if args.json else sys.stdout
+    """With a trace, seeds run one after the other in this process."""
+    trace = partial(print, file=stream_of_texts(args))
     for number in range(first, first + num_seeds):
         note(draw_options(number).describe())
-        yield run_seed(number, args.until, lambda line: print(line, file=stream))
+        yield run_seed(number, args.until, trace)
 
 
 def show(result: SeedResult, summary: Summary, args: argparse.Namespace) -> None:
     """A violation is one line that can be pasted into a shell; what is broken stands behind it as a comment."""
     if result.invariant:
-        print(f"{result.line}  # {result.invariant}: {result.detail}", file=sys.stderr if args.json else sys.stdout)
+        print(f"{result.line}  # {result.invariant}: {result.detail}", file=stream_of_texts(args))
     elif args.seed is not None and not args.seeds and not args.hunt_ns and not args.whole:
         note(draw_options(result.seed).describe())
     if summary.seeds % PROGRESS_EVERY == 0:
         note(f"{summary.seeds} seeds, {len(summary.violations)} violations")
 
 
-def show_shrunk(result: SeedResult, *, as_json: bool) -> None:
+def show_shrunk(result: SeedResult, args: argparse.Namespace) -> None:
     """The scenario that is left, which a file in tests/scenarios may keep."""
     note("shrinking")
     found = shrink_seed(result.seed)
@@ -170,7 +170,12 @@ def show_shrunk(result: SeedResult, *, as_json: bool) -> None:
         note("it does not break when it is told as a scenario; the line above reproduces it")
         return
     note(f"shrunk to {found.num_events} events")
-    print(found.text(), file=sys.stderr if as_json else sys.stdout)
+    print(found.text(), file=stream_of_texts(args))
+
+
+def stream_of_texts(args: argparse.Namespace) -> TextIO:
+    """With --json stdout has nothing but the document."""
+    return sys.stderr if args.json else sys.stdout
 
 
 def note(text: str) -> None:
