@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tandem.core.values import ceil_div
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.documents import ModelError
 from tandem.engine.layers.quantized import QuantizedWeight, packed_bytes
@@ -87,7 +88,7 @@ class StoredLinear:
         if self.scales.shape[1] > 1:
             refuse_cut_groups(name, columns, inputs=self.codes.shape[1], group=self.group)
             start, stop, _ = columns.indices(self.codes.shape[1])
-            groups = slice(start // self.group, -(-stop // self.group))
+            groups = slice(start // self.group, ceil_div(stop, self.group))
         offsets = None if self.offsets is None else self.offsets[rows, groups]
         codes, scales = self.codes[rows, columns], self.scales[rows, groups]
         return QuantizedWeight.of(codes, scales, offsets, bits=self.bits, group=self.group)
@@ -209,7 +210,7 @@ def _compressed(scheme: Quantization, tensors: StoredTensors, outputs: int, inpu
         if tensors.has(kind):
             raise ModelError(f"{tensors.layer}.{kind} is not supported; choose a checkpoint without it")
     if scheme.layout == PACKED:
-        words = tensors.take("weight_packed", outputs, -(-inputs // per_word), dtypes=("I32",))
+        words = tensors.take("weight_packed", outputs, ceil_div(inputs, per_word), dtypes=("I32",))
         sizes = tensors.take("weight_shape", 2, dtypes=("I64", "I32"))
         if sizes.tolist() != [outputs, inputs]:
             raise ModelError(f"{tensors.layer}.weight_shape is {sizes.tolist()}, not {[outputs, inputs]}")
@@ -228,7 +229,7 @@ def _numbers(scheme: NumberQuantization, tensors: StoredTensors, outputs: int, i
     kind = "weight_scale_inv" if tensors.has("weight_scale_inv") else "weight_scale"
     is_one = tensors.shape(kind) in ONE
     block = (outputs, inputs) if is_one else scheme.block or (1, inputs)
-    blocks = -(-outputs // block[0]), -(-inputs // block[1])
+    blocks = ceil_div(outputs, block[0]), ceil_div(inputs, block[1])
     scales = tensors.take(kind, *(tensors.shape(kind) if is_one else blocks), dtypes=FLOATS)
     return NumberLinear(numbers, scales.float().view(blocks), block)
 
@@ -259,8 +260,8 @@ def _linear(codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, group: int)
 
 def _groups(scheme: Quantization, inputs: int) -> tuple[int, int]:
     """Inputs of a group, and how many there are. Of a row that is one group: as many as fill whole vectors."""
-    group = -(-inputs // LEAST_GROUP) * LEAST_GROUP if scheme.group is None else scheme.group
-    return group, -(-inputs // group)
+    group = ceil_div(inputs, LEAST_GROUP) * LEAST_GROUP if scheme.group is None else scheme.group
+    return group, ceil_div(inputs, group)
 
 
 def _refuse_odd(layer: str, per_word: int, **sizes: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from tandem.core.values import ceil_div
 from tandem.engine.rows import TILE_ROWS
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (x [n, in_features], weight [out_features, in_features]) -> [n, out]
@@ -77,7 +78,7 @@ def cancelling(outputs: int, inputs: int, *, dtype: torch.dtype, device: str) ->
     x[:, half : 2 * half] = x[:, :half].roll(PARTNER_SHIFT, dims=1)
     block[:, half : 2 * half] = -block[:, :half].roll(PARTNER_SHIFT, dims=1)
     block[:, 2 * half :] = 0
-    repeats = -(-outputs // block.shape[0])
+    repeats = ceil_div(outputs, block.shape[0])
     return x, block.repeat(repeats, 1)[:outputs]
 
 
