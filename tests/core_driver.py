@@ -300,7 +300,7 @@ class World:
         hosts = [host_memory_of(memory, host_pages) for memory in workers.memories]
         files = [self.open(shard, host) for shard, host in enumerate(hosts)]
         replica = Replica(EngineNode(made), workers, Address(f"{name}.host", 8998), hosts, files)
-        replica.node.step((), self.now)
+        replica.log.append((self.now, [], replica.node.step((), self.now)))  # its life begins
         replica.lenders = [new_lender(shard, lambda event: self.send(replica, event)) for shard in made.shards]
         replica.readers = [Reader(one) for one in kv]
         self.replicas[made.incarnation] = replica
