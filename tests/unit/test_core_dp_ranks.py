@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import AnnounceDpRank, AskDpRank, FailRequest, FinishRequest, LearnPeer, Path, Tell
@@ -381,6 +382,18 @@ def test_where_the_implied_rank_is_down_another_one_is_asked_for() -> None:
     world.run()
     assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
     assert decode.said(AskDpRank) == [AskDpRank(SERVER, Room(ODD))]
+
+
+def test_a_prefill_that_came_back_with_fewer_ranks_is_asked_what_it_is() -> None:
+    """What it said of itself before sends this request to a rank that is not there any more."""
+    world, ranks, decode = two_ranks(FOLLOW_OR_FAIL)
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, FOLLOW_OR_FAIL))
+    fewer = replace(FOLLOW_OR_FAIL, dp_size=1)
+    world.ranks[SERVER] = [PeerLearned(SERVER, ranks[0].name, "", "", 0, fewer)]
+    world.submit(decode, room=ODD, peer=SERVER)
+    world.run()
+    assert told(decode, Ready) == [ranks[0].name]
+    assert decode.said(LearnPeer) == [LearnPeer(SERVER, 1), LearnPeer(SERVER, None)]
 
 
 def test_a_rank_that_says_nothing_is_doubted_ever_less_often() -> None:

@@ -501,7 +501,7 @@ class Observer:
     def see_event(self, event: RouterEvent) -> None:
         if isinstance(event, ClientAsked):
             self.requests[event.request] = Watched()
-        if isinstance(event, (ClientAsked, ClientLeft, WorkerProbed)):
+        if isinstance(event, (ClientAsked, ClientLeft, AbortAsked, WorkerProbed)):
             return
         seen = self.requests[event.request]
         half = D if isinstance(event, DecodeSpoke) else event.half
@@ -577,7 +577,7 @@ def play(seed: int, retries: int) -> None:
         request = RequestId(rng.randint(1, max(asked, 1)))
         attempt = rng.randint(1, observer.requests[request].attempt + 1) if asked else 1
         half = rng.choice((P, D))
-        choice = rng.randrange(9)
+        choice = rng.randrange(10)
         if choice == 0 or not asked:
             asked += 1
             batch = rng.choice((None, 1, 2))
@@ -596,6 +596,8 @@ def play(seed: int, retries: int) -> None:
         elif choice == 6:
             silent_ns = Nanos(round(rng.choice((0, 1, 40)) * SECOND))
             tell(HalfFailed(request, attempt, half, rng.choice(list(HalfFailure)), silent_ns=silent_ns))
+        elif choice == 8:
+            tell(AbortAsked(request))
         elif choice in (5, 7):
             world.mute = {worker for worker in range(len(world.workers)) if rng.random() < 0.3}
         else:

@@ -16,6 +16,7 @@ from tandem.core.router.messages import (
     HalfFailure,
     HalfRejected,
     RouteCause,
+    Side,
     RouterCommand,
 )
 from tandem.core.values import SECOND, Nanos
@@ -146,6 +147,17 @@ def test_who_was_ended_by_name_is_not_gone_on_with() -> None:
     world.tell(failed())
     world.tell(AbortAsked(R))
     assert cause_of(world.tell(broken(P, 2))) is RouteCause.ABORTED
+
+
+@pytest.mark.parametrize("half", [P, D])
+@pytest.mark.parametrize("status", [499, 503])
+def test_who_is_ended_by_name_at_the_other_decode_ends_with_an_error_of_the_stream(half: Side, status: int) -> None:
+    """Its client reads a stream, to which the answer of a refusal is nothing."""
+    world = World()
+    streaming(world)
+    world.tell(failed())
+    world.tell(AbortAsked(R))
+    assert cause_of(world.tell(HalfRejected(R, 2, half, status))) is RouteCause.ABORTED
 
 
 def test_a_snapshot_between_loss_and_resumption_goes_on_alike() -> None:

@@ -217,6 +217,8 @@ def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
         if search.unanswered >= node.settings.learn_peer_tries:
             node.prefills.pop(key(event.address), None)
             fail_transfer(node, progress, side, Cause.PEER_UNKNOWN, event.detail)
+        elif event.dp_rank is not None:
+            ask_who(node, event.address, None)  # its next life may have other ranks
 
 
 def bind_peer(node: NodeState, progress: Progress, side: DecodeSide, known: KnownPeer) -> None:

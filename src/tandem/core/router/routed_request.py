@@ -324,8 +324,9 @@ class RoutedRequest:
 
     def _end(self, last: Finish | ForwardRejection | Fail) -> list[RouterCommand]:
         assert self.phase is not Phase.ENDED
-        if self.lost is not None and not (self.is_aborted or isinstance(last, Finish)):
-            last = self.lost
+        if self.lost is not None and not isinstance(last, Finish):  # a refusal is no end of a stream
+            aborted = Fail(self.request, RouteCause.ABORTED, self.stage(), "by name")
+            last = aborted if self.is_aborted else self.lost
         commands = self._cancel_open()
         self.phase = Phase.ENDED
         self.wake_at = None
