@@ -7262,18 +7262,18 @@ OTHERS = (
         "unit/test_nixl_mover.py::test_a_transfer_that_was_never_begun_is_not_waited_for",
     ),
     Break(
-        'what_has_lost_a_rank_is_not_asked_what_it_is',
-        'core/disagg/decode_side.py',
-        '            ask_who(node, event.address, None)  # its next life may have other ranks',
-        '            pass',
-        'unit/test_core_dp_ranks.py::test_a_prefill_that_came_back_with_fewer_ranks_is_asked_what_it_is',
+        "what_has_lost_a_rank_is_not_asked_what_it_is",
+        "core/disagg/decode_side.py",
+        "            ask_who(node, event.address, None)  # its next life may have other ranks",
+        "            pass",
+        "unit/test_core_dp_ranks.py::test_a_prefill_that_came_back_with_fewer_ranks_is_asked_what_it_is",
     ),
     Break(
-        'a_refusal_ends_a_stream_without_a_word',
-        'core/router/routed_request.py',
-        '        if self.lost is not None and not isinstance(last, Finish):  # a refusal is no end of a stream',
-        '        if self.lost is not None and not (self.is_aborted or isinstance(last, Finish)):',
-        'unit/test_router_core_resume.py::test_who_is_ended_by_name_at_the_other_decode_ends_with_an_error_of_the_stream',
+        "a_refusal_ends_a_stream_without_a_word",
+        "core/router/routed_request.py",
+        "        if self.lost is not None and not isinstance(last, Finish):  # a refusal is no end of a stream",
+        "        if self.lost is not None and not (self.is_aborted or isinstance(last, Finish)):",
+        "unit/test_router_core_resume.py::test_who_is_ended_by_name_at_the_other_decode_ends_with_an_error_of_the_stream",
     ),
 )
 

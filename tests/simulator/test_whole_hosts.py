@@ -20,6 +20,7 @@ CORPUS = (
     10_050,  # a worker whose node's words are changed on their way
     10_403,  # one that is killed on the second host, and one on the first that ends with it
     10_792,  # ranks that step together
+    15_004,  # a connection between the hosts that is cut, which ends their server
     11_376,  # a host that does not read, and is away, and killed, and back
 )
 SPREAD_SEED = 10_000

@@ -157,11 +157,13 @@ class Faults:
     def has_cause(self, since_ns: int, must_last: bool) -> bool:
         """Whether since then anything may have broken a connection or held it up; must_last: and not only for a moment.
 
-        A bit that is changed and bytes that come one by one are not kept account of.
+        A bit that is changed and bytes that come one by one are not kept account of. A server ends of a connection
+        between its own hosts, however soon that could be made anew.
         """
         if "corrupt" in self.options.faults or self.options.dribbles:
             return True
-        return any(one.ended_ns >= since_ns and (one.is_lasting or not must_last) for one in self.disturbances)
+        is_any = not must_last or any(self.may_cut_off(host.whole) for host in self.cluster.further_hosts)
+        return any(one.ended_ns >= since_ns and (one.is_lasting or is_any) for one in self.disturbances)
 
     # --- what goes wrong ---------------------------------------------------------------------------------------------
 
