@@ -16,8 +16,8 @@ from tandem.core.router.messages import (
     HalfFailure,
     HalfRejected,
     RouteCause,
-    Side,
     RouterCommand,
+    Side,
 )
 from tandem.core.values import SECOND, Nanos
 
