@@ -70,6 +70,7 @@ log = logging.getLogger("tandem.router")
 
 DOCUMENT_BYTES_MAX = 256 << 20
 REJECTION_BYTES_MAX = 1 << 20
+BODY_END_SECONDS = 1.0  # behind the last frame of a stream: nobody waits for it, and nothing else bounds it
 PREFILL_TAIL_BYTES = 16 << 10
 REJECTION_TAIL_BYTES = 16 << 10
 OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout", FIELD)  # the router's to say
@@ -444,7 +445,8 @@ class RouterShell:
                     connection, (*connection.upstream.piece(), *(connection.upstream.end() if frame.is_last else ()))
                 )
                 if frame.is_last:
-                    await anext(pieces, None)  # the end of the body: its connection can be used again
+                    async with asyncio.timeout(BODY_END_SECONDS):
+                        await anext(pieces, None)  # the end of the body: its connection can be used again
                     return
         raise httpx.RemoteProtocolError("the stream ends before its last frame")
 
