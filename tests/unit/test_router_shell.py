@@ -1,6 +1,7 @@
 """The loop around the router's core, over workers that are not as ours: what they do to it ends with their request."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 
 import httpx
@@ -13,7 +14,7 @@ from tandem.core.settings import Role
 from tandem.core.values import Nanos
 from tandem.server.api.resume import TELLS, Opening, ResumeFrame, encode_frame
 from tandem.server.router import shell as router_shell
-from tandem.server.router.answer import StreamedAnswer
+from tandem.server.router.answer import PIPE_BYTES, StreamedAnswer, WholeAnswer
 from tandem.server.router.config import make_worker
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prober import Prober
@@ -103,3 +104,23 @@ def test_a_stream_whose_body_does_not_end_behind_its_last_frame_keeps_no_connect
         return httpx.Response(200, headers=EVENTS | {TELLS: "1"}, stream=hanging[0])
 
     with_pair(lambda: httpx.Response(200, stream=Body(b"")), decode, story)
+
+
+def test_a_stream_that_nobody_asked_for_does_not_hold_up_an_answer_of_both_halves() -> None:
+    """A client gets the first byte when both have ended, so nobody makes room for what comes meanwhile."""
+    events = b'data: {"text": "x"}\n\n' * (2 * PIPE_BYTES // 20)
+
+    async def story(shell: RouterShell) -> None:
+        asked: dict[str, object] = {"return_logprob": True}
+        call = shell.open("/generate", asked, encode_rest(asked), {}, timeout_seconds=600.0)
+        answer = await call.outcome
+        assert isinstance(answer, WholeAnswer)
+        assert answer.body == events
+
+    pieces = [events[at : at + 65536] for at in range(0, len(events), 65536)]
+    document = json.dumps({"meta_info": {"input_token_logprobs": []}}).encode()
+    with_pair(
+        lambda: httpx.Response(200, stream=Body(document)),
+        lambda: httpx.Response(200, headers=EVENTS, stream=Body(*pieces)),
+        story,
+    )

@@ -379,6 +379,7 @@ class RouterShell:
         connection.headers = passed_headers(response.headers)
         self._metrics.see_head(connection.worker, (time.monotonic_ns() - connection.sent_at) / SECOND)
         is_event_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+        is_event_stream &= not connection.call.merges  # nobody reads a pipe before both halves have ended
         in_frames = TELLS in response.headers
         said = upstream.head(response.status_code, is_event_stream=is_event_stream, is_resumable=in_frames)
         self._hear(connection, said)
