@@ -52,6 +52,13 @@ def test_no_spelling_of_a_path_reaches_a_page_that_is_not_proxied() -> None:
         assert asked(made) == []
 
 
+def test_a_path_that_is_too_long_once_it_is_quoted_is_refused_and_not_passed_on() -> None:
+    with fleet() as made:
+        reply = ask(port_of(made), "/v1/models/" + "%FF" * 10_000)
+        assert (reply.status, b"malformed_request" in reply.body) == (400, True)
+        assert asked(made) == []
+
+
 @pytest.mark.parametrize("target", NOT_SERVED)
 def test_what_is_not_served_is_not_asked_for(target: str) -> None:
     with fleet() as made:

@@ -18,6 +18,8 @@ from tandem.server.api.errors import Problem, Refusal
 CONTROL_HEADERS = ("authorization", "x-api-key")
 GENERATION_HEADERS = (*CONTROL_HEADERS, "traceparent", "tracestate", "x-data-parallel-rank", "x-override-priority")
 
+MAX_TARGET_CHARS = 32 << 10  # that workers read, and httpx sends
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRoute:
@@ -27,11 +29,14 @@ class WorkerRoute:
     path: str
 
     def target(self, parameters: Mapping[str, str]) -> str:
-        """Raises Refusal for a path that would be another page's once somebody has tidied it up."""
+        """Raises Refusal for a path that would be another page's once somebody has tidied it up, or is too long."""
         path = self.path.format_map(parameters)
         if (fault := malformed_path(path)) is not None:
             raise Refusal(Problem.MALFORMED_REQUEST, fault, stage="router")
-        return quote(path, safe="/")
+        target = quote(path, safe="/")  # three times as long, maybe
+        if len(target) > MAX_TARGET_CHARS:
+            raise Refusal(Problem.MALFORMED_REQUEST, "the path is too long to be passed on", stage="router")
+        return target
 
 
 MODELS = WorkerRoute("GET", "/v1/models")
