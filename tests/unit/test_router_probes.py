@@ -1,11 +1,14 @@
 """Probes have a loop of their own: they are made, and count, whatever the loop of the traffic is busy with."""
 
 import asyncio
+import os
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import httpx
 import pytest
@@ -172,6 +175,39 @@ def test_a_probe_whose_answer_does_not_end_is_missed_in_time() -> None:
             prober.close()
 
     asyncio.run(main())
+
+
+def test_a_name_that_nobody_answers_for_holds_up_no_probe_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up cannot be cancelled, and is asked for again with every probe: it must not take everybody's threads."""
+    answers, num_more = threading.Event(), (os.cpu_count() or 1) + 40  # than threads of asyncio's own
+    look_up = socket.getaddrinfo
+
+    def looked_up(host: str | bytes | None, *args: Any, **named: Any) -> Any:
+        if host in ("silent.test", b"silent.test"):
+            answers.wait(PATIENCE_S)
+            raise OSError("no such name")
+        return look_up("127.0.0.1", *args, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    silent = make_worker(1, Role.DECODE, "http://silent.test:1")
+
+    async def main(well: RegisteredWorker) -> None:
+        prober = Prober(make_client, timeout_s=PATIENCE_S / 2)
+        has_come = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        prober.start(lambda: loop.call_soon_threadsafe(has_come.set))
+        try:
+            for _ in range(num_more):
+                prober.probe(silent)
+            prober.probe(well)
+            await asyncio.wait_for(has_come.wait(), PATIENCE_S)
+            assert prober.take() == [WorkerProbed(well.id, ProbeResult.OK)]
+        finally:
+            answers.set()
+            prober.close()
+
+    with healthy_server() as well:
+        asyncio.run(main(make_worker(0, Role.PREFILL, well.url.replace("127.0.0.1", "well.test"))))
 
 
 def test_a_probe_that_is_under_way_at_the_end_is_given_up() -> None:

@@ -1,16 +1,24 @@
 """Connections for `httpx.AsyncClient`, kept per server and used again, the last used first.
 
+Names are looked up in threads of their own (`Resolver`), not in those of asyncio's executor, of which there are few: a
+name for which nobody answers would hold them all, request by request, and hold up those who ask for another.
+
 Why not httpx's own pool: it looks at every connection for every request, 4 ms each at 128 connections, seconds at
 thousands. Here taking and giving back cost the same whatever is open. How many connections there are is bounded by
 whoever makes the requests; how many idle ones are kept, here.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from ipaddress import ip_address
 from types import TracebackType
+from typing import cast
 
 import httpcore
 import httpx
+
+from tandem.server.api.resolver import NoThread, Resolver
 
 KEEPALIVE_SECONDS = 2.0  # shorter than a server's, so that no request enters a connection that is about to close
 IDLE_MAX = 256  # per server
@@ -20,6 +28,7 @@ class PooledTransport(httpx.AsyncBaseTransport):
     """Belongs to one client and one event loop."""
 
     def __init__(self) -> None:
+        self._network = NamedHosts()
         self._idle: dict[str, list[httpcore.AsyncHTTPConnection]] = {}  # by server; the first has idled longest
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -85,7 +94,43 @@ class PooledTransport(httpx.AsyncBaseTransport):
             if not connection.has_expired():
                 return connection
             await connection.aclose()
-        return httpcore.AsyncHTTPConnection(origin, keepalive_expiry=KEEPALIVE_SECONDS)
+        return httpcore.AsyncHTTPConnection(origin, keepalive_expiry=KEEPALIVE_SECONDS, network_backend=self._network)
+
+
+class NamedHosts(httpcore.AsyncNetworkBackend):
+    """Connects to the addresses of a name, one after the other until one takes it; each has its share of the time."""
+
+    def __init__(self) -> None:
+        self._sockets = cast(httpcore.AsyncNetworkBackend, httpcore.AnyIOBackend())
+        self._look_up = Resolver()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        try:
+            async with asyncio.timeout(timeout):
+                addresses = await self._addresses(host)
+                share = None if timeout is None else timeout / len(addresses)
+                for address in addresses[:-1]:
+                    with contextlib.suppress(httpcore.ConnectError, httpcore.ConnectTimeout):  # of another family, say
+                        return await self._sockets.connect_tcp(address, port, share, local_address, socket_options)
+                return await self._sockets.connect_tcp(addresses[-1], port, timeout, local_address, socket_options)
+        except TimeoutError as error:
+            raise httpcore.ConnectTimeout(f"no connection to {host} in time") from error
+        except (OSError, UnicodeError, NoThread) as error:
+            raise httpcore.ConnectError(str(error)) from error
+
+    async def _addresses(self, host: str) -> Sequence[str]:
+        try:
+            ip_address(host)
+        except ValueError:
+            return await self._look_up(host)
+        return [host]
 
 
 class _Body(httpx.AsyncByteStream):
