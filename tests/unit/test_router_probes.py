@@ -264,3 +264,26 @@ def test_an_answer_that_is_there_counts_before_the_time_that_has_passed_meanwhil
         assert router.has_live_pair()
 
     asyncio.run(main())
+
+
+def test_a_probe_that_is_answered_while_a_router_ends_has_nobody_asked_any_more() -> None:
+    """Its loop has heard of the answer, and has its turn when there is no loop of probes left."""
+
+    async def main(worker: RegisteredWorker) -> None:
+        settings = RouterSettings(health=HealthSettings(interval_ns=Nanos(0)))
+        router = Router([worker], draw=lambda: 1, settings=settings, now=Nanos(0))
+        prober = Prober(make_client, timeout_s=PATIENCE_S)
+        shell = RouterShell(router, make_client(), prober, RouterMetrics(), stall_seconds=1.0, step=router.step)
+        failures: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        shell.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while not prober._found and time.monotonic() < deadline:  # without a turn of this loop
+            time.sleep(0.001)
+        await shell.close()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert failures == []
+
+    with healthy_server() as worker:
+        asyncio.run(main(worker))

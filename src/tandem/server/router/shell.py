@@ -146,12 +146,14 @@ class RouterShell:
         self._next_id = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     def start(self) -> None:
         self._prober.start(partial(asyncio.get_running_loop().call_soon_threadsafe, self.tell))
         self.tell()
 
     async def close(self) -> None:
+        self._is_closed = True
         self._prober.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -218,7 +220,12 @@ class RouterShell:
         self.tell(*map(AbortAsked, named))
 
     def tell(self, *events: RouterEvent) -> None:
-        """Probes that were answered meanwhile come first: an answer that is here is not late because we are."""
+        """Probes that were answered meanwhile come first: an answer that is here is not late because we are.
+
+        After `close` nothing comes of it: the last probes may have called for one, and nobody could be asked any more.
+        """
+        if self._is_closed:
+            return
         probed = self._prober.take()
         before = {worker: self.router.registry.health(worker.id) for worker in self._known(probed)}
         effects = self._step((*probed, *events), Nanos(time.monotonic_ns()))
