@@ -11,6 +11,7 @@ from tandem.core.router.messages import Fail, RouteCause
 from tandem.core.values import RequestId
 from tandem.server.api.errors import RULES, Code, Failure, error_json
 from tandem.server.router.answer import Pipe, error_at_end, merge_input_logprobs, passed_headers, retryable_of
+from tandem.server.router.worker_documents import LoadsDocument, read_document, sum_of_loads
 
 
 @pytest.mark.parametrize("code", RULES, ids=lambda code: code.value)
@@ -97,3 +98,10 @@ def test_what_a_worker_says_as_it_gives_up_comes_last_unless_the_router_has_an_e
         return [chunk async for chunk in pipe.chunks()]
 
     assert asyncio.run(story()) == ([b"text", b"error"] if failure is None else [b"text"])
+
+
+@pytest.mark.parametrize("says", [b"1" * 400, b"-" + b"1" * 400, b'"7"', b"null", b"[]", b"1e999"])
+def test_a_load_that_is_no_number_that_counts_adds_nothing_to_the_sum(says: bytes) -> None:
+    bodies = (b'{"loads": [{"num_running_reqs": %s}]}' % each for each in (says, b"0.5"))
+    read = [document for body in bodies if (document := read_document(body, LoadsDocument)) is not None]
+    assert sum_of_loads([load for document in read for load in document.loads])["num_running_reqs"] == 0.5

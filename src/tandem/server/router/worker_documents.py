@@ -13,7 +13,7 @@ from msgspec import Struct
 from starlette.responses import JSONResponse
 
 from tandem.server.api.body import NOT_JSON
-from tandem.server.api.bounds import LOOP_BYTES
+from tandem.server.api.bounds import LOOP_BYTES, MAX_INT, MIN_INT
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.off_loop import off_loop
 
@@ -79,9 +79,10 @@ def sum_of_loads(loads: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def number_of(value: object) -> float:
+    """0 for what counts nothing. An integer of hundreds of digits has no sum with a fraction."""
     if isinstance(value, float):
         return value if math.isfinite(value) else 0
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and MIN_INT <= value <= MAX_INT else 0
 
 
 def passed_on(document: object) -> JSONResponse:
