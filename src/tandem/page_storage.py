@@ -57,16 +57,17 @@ def fetch(command: FetchPages, files: PageFiles, memory: HostMemory, shard: Shar
 
 def write(command: WritePages, files: PageFiles, memory: HostMemory, shard: ShardId) -> PagesCopied:
     """A page that has left host memory meanwhile is not written: `HostMemory` knows it by its label."""
-    place = memoryview(bytearray(memory.page_bytes))
-    for index, (page_hash, host_page) in enumerate(zip(command.hashes, command.host_pages, strict=True)):
-        try:
+    index = 0
+    try:
+        place = memoryview(bytearray(memory.page_bytes))
+        for index, (page_hash, host_page) in enumerate(zip(command.hashes, command.host_pages, strict=True)):
             complaint = memory.load(host_page, page_hash, place)
             if complaint:
                 return PagesCopied(command.copy, shard, index, f"storage: page {host_page} of host memory: {complaint}")
             files.write(page_hash, place)
-        except (OSError, MemoryError) as error:
-            files.counters.errors += 1
-            return PagesCopied(command.copy, shard, index, told(error))
+    except (OSError, MemoryError) as error:
+        files.counters.errors += 1
+        return PagesCopied(command.copy, shard, index, told(error))
     return PagesCopied(command.copy, shard, len(command.hashes))
 
 

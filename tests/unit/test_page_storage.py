@@ -1,5 +1,6 @@
 """What a worker does with storage: as far as it goes, and an answer to everything."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,16 @@ def test_a_device_that_fails_is_an_answer(tmp_path: Path, command: LookUpPages |
     answer = perform(command, files, memory(A), SHARD)
     assert answer.num_pages == 0
     assert "Input/output error" in answer.detail
+    assert files.counters.errors == 1
+
+
+def test_no_memory_for_a_page_on_its_way_to_storage_is_an_answer_too(tmp_path: Path) -> None:
+    """It is the thread of all writes: what it does not answer, and all that follows, would be waited for."""
+    files, host = folder(tmp_path), memory(A, B, C)
+    host.page_bytes = sys.maxsize
+    assert perform(WritePages(1, (A, B, C), PAGES), files, host, SHARD) == PagesCopied(
+        1, SHARD, 0, "storage: MemoryError: "
+    )
     assert files.counters.errors == 1
 
 
