@@ -117,6 +117,19 @@ def _restarts_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "RESTART_S", 0.001)
 
 
+class OtherHostsThatFail(NoOtherHosts):
+    def open(self) -> None:
+        raise RuntimeError("a bug")
+
+
+def test_an_error_of_ours_while_a_server_starts_ends_it_and_is_not_waited_out() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await until(running.done)
+        assert isinstance(running.exception(), RuntimeError)
+
+    serve(story, hosts=OtherHostsThatFail())
+
+
 def test_a_rank_that_is_lost_is_started_anew_and_the_others_are_left_alone() -> None:
     async def story(server: Server, running: "asyncio.Task[None]") -> None:
         await server.serves()

@@ -206,7 +206,7 @@ class ApiProcess:
             await self._end()
 
     async def _wait_for(self, *ends: Coroutine[Any, Any, object]) -> None:
-        """The first of `ends`. Raises ServerFailure when a child is lost, which ends all requests."""
+        """The first of `ends`. Raises what that raised, and ServerFailure when a child is lost: all requests end."""
         waits = [asyncio.ensure_future(end) for end in ends]
         await asyncio.wait([*waits, self._loss], return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
@@ -217,6 +217,9 @@ class ApiProcess:
             if self._ready.is_set():  # else there was nothing to decide, and most likely a flag does not fit the model
                 self._client.last_steps.write(f"the server ends: {reason}")
             raise ServerFailure(reason)
+        for wait in waits:
+            if wait.done():
+                wait.result()
 
     async def _bring_all(self) -> None:
         """Start what waits for other hosts; on one host it has been started."""
