@@ -190,4 +190,5 @@ def complain(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Not this copy, which is called `__main__`, but the one that commands import: it has the Parser that they know.
+    sys.exit(importlib.import_module("tandem.cli.main").main())
