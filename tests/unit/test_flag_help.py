@@ -1,11 +1,14 @@
 """What a newcomer sees of the flags: groups, common ones first, and what other servers' flags are called here."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tandem.cli import main as cli
-from tandem.cli import router, serve
+from tandem.cli import router, serve, up
 from tandem.cli.flag_groups import GROUPS, group_of
-from tandem.cli.flag_synonyms import SYNONYMS
+from tandem.cli.flag_synonyms import ROUTER_SYNONYMS, SYNONYMS
 from tandem.config import ServerConfig, flags
 from tandem.server.router.config import RouterConfig
 
@@ -13,6 +16,12 @@ from tandem.server.router.config import RouterConfig
 def parser() -> cli.Parser:
     made = cli.Parser(prog="tandem serve", allow_abbrev=False)
     serve.add_arguments(made)
+    return made
+
+
+def router_parser() -> cli.Parser:
+    made = cli.Parser(prog="tandem router", allow_abbrev=False)
+    router.add_arguments(made)
     return made
 
 
@@ -34,15 +43,14 @@ def test_groups_name_flags_that_are_there_each_once() -> None:
 
 
 def test_a_router_has_groups_too() -> None:
-    made = cli.Parser(prog="tandem router", allow_abbrev=False)
-    router.add_arguments(made)
-    assert "\nmost used:\n  --host" in made.format_help()
+    assert "\nmost used:\n  --host" in router_parser().format_help()
 
 
-def test_synonyms_lead_to_flags_that_are_there_and_hide_none() -> None:
-    known = {option for action in parser()._actions for option in action.option_strings}
-    assert {text for text in SYNONYMS.values() if text.startswith("-")} <= known
-    assert not known & set(SYNONYMS)
+@pytest.mark.parametrize(("made", "synonyms"), [(parser(), SYNONYMS), (router_parser(), ROUTER_SYNONYMS)])
+def test_synonyms_lead_to_flags_that_are_there_and_hide_none(made: cli.Parser, synonyms: dict[str, str]) -> None:
+    known = {option for action in made._actions for option in action.option_strings}
+    assert {text for text in synonyms.values() if text.startswith("-")} <= known
+    assert not known & set(synonyms)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +77,35 @@ def test_all_that_is_unknown_is_told_in_one_line_with_its_name_here(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert all(hint in line for hint in hints)
+
+
+def test_a_router_knows_what_its_flags_are_called_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        router_parser().parse(["--pd-disaggregation", "--prefill", "u", "--decode", "v", "--request-timeout-secs", "5"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--pd-disaggregation: not needed: every request goes to a --prefill and a --decode" in line
+    assert "--request-timeout-secs: here it is --request-timeout" in line
+
+
+def test_up_says_where_flags_of_servers_and_router_go(capsys: pytest.CaptureFixture[str]) -> None:
+    made = cli.Parser(prog="tandem up", allow_abbrev=False)
+    up.add_arguments(made)
+    with pytest.raises(SystemExit) as ended:
+        made.parse(["--tp", "2", "--max-model-len=9", "--policy", "cache_aware", "--host", "0.0.0.0", "--prefil", "2"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--tp: it goes into --server-flags" in line
+    assert "--max-model-len: it goes into --server-flags" in line
+    assert "--policy: it goes into --router-flags" in line
+    assert "--host: all of them listen on loopback" in line
+    assert "--prefil; did you mean --prefill?" in line
+
+
+def test_a_command_that_is_run_as_a_module_knows_them_too() -> None:
+    words = [sys.executable, "-m", "tandem.cli.main", "serve", "--model-path", "tandem/mini"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert "--model-path: the model is the first word: tandem serve MODEL" in done.stderr
 
 
 def test_the_degree_of_tensor_parallelism_is_known_by_its_names_elsewhere() -> None:

@@ -93,3 +93,28 @@ SYNONYMS: dict[str, str] = {
     "-ngl": "there is no such flag: see --device",
     "--n-gpu-layers": "there is no such flag: see --device",
 }
+
+ROUTER_SYNONYMS: dict[str, str] = {
+    "--request-timeout-secs": "--request-timeout",
+    "--max-concurrent-requests": "--max-active-requests",
+    "--retry-max-retries": "--retries",
+    "--disable-retries": "see --retries 0",
+    "--health-check-interval-secs": "--health-check-interval",
+    "--shutdown-grace-period-secs": "--drain-timeout",
+    "--cors-allowed-origins": "--allowed-origins",
+    **dict.fromkeys(
+        ("--pd-disaggregation", "--vllm-pd-disaggregation", "--pd", "--mini-lb"),
+        "not needed: every request goes to a --prefill and a --decode",
+    ),
+    **dict.fromkeys(("--worker-urls", "--backend"), "only pairs are routed to: name servers by --prefill and --decode"),
+    "--worker-startup-timeout-secs": "not needed: a worker that is not there yet joins when it answers",
+    "--worker-startup-check-interval": "not needed: a worker that is not there yet joins when it answers",
+    "--eviction-interval-secs": "not needed: nothing is ever over its bound, see --max-tree-size",
+    **dict.fromkeys(("--prometheus-port", "--prometheus-host"), "not needed: /metrics is on --port"),
+    **dict.fromkeys(
+        ("--model-path", "--tokenizer-path", "--model", "--tokenizer"), "not needed: the router asks its workers"
+    ),
+    "--service-discovery": "workers are added by POST /workers",
+    "--log-level": "there are no log levels",
+    "--log-dir": "there is no such flag: the log is on stderr",
+}

@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flag_groups import in_order
-from tandem.cli.flag_synonyms import SYNONYMS
+from tandem.cli.flag_synonyms import ROUTER_SYNONYMS, SYNONYMS
 from tandem.cli.main import Parser
 from tandem.config import ServerConfig, flags, violations
 from tandem.environment import environment_complaints
@@ -47,8 +47,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type = ServerConfig) ->
         group = parser.add_argument_group(title)
         for field_name in names:
             _add_flag(group, *fields[field_name], settings)
-    if settings is ServerConfig and isinstance(parser, Parser):
-        parser.synonyms = SYNONYMS
+    if isinstance(parser, Parser):
+        parser.synonyms = SYNONYMS if settings is ServerConfig else ROUTER_SYNONYMS
 
 
 def _add_flag(group: Any, name: str, field: Any, settings: type) -> None:

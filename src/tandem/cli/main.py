@@ -74,13 +74,16 @@ class Parser(argparse.ArgumentParser):
         """Whose flag this is, with a value behind = or without; None: it is no flag."""
         return self._option_string_actions.get(word.partition("=")[0])
 
+    def names(self) -> list[str]:
+        """Of all flags."""
+        return list(self._option_string_actions)
+
     def _hint(self, argument: str) -> str:
         if not argument.startswith("-"):
             return ""
         if (found := self.synonyms.get(argument)) is not None:
             return f": here it is {found}" if found.startswith("-") else f": {found}"
-        known = [option for action in self._actions for option in action.option_strings]
-        return hint(argument, known)
+        return hint(argument, self.names())
 
 
 def _is_number(word: str) -> bool:

@@ -5,12 +5,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from tandem.cli.failure import CommandFailed
+from tandem.cli.flag_synonyms import ROUTER_SYNONYMS, SYNONYMS
 from tandem.cli.flags import Collect, add_flags, config_of, count
 from tandem.cli.fleet import Fleet, Member, listen, start_pd, temporary_fleet
 from tandem.cli.main import Parser
 from tandem.cli.supervisor import Supervisor
 from tandem.config import ServerConfig
 from tandem.server.logs import say
+from tandem.server.router.config import RouterConfig
 
 DRAIN_S = 90.0  # more than --drain-timeout of servers and router, unless the user raises that
 FLAGS = ("server_flags", "prefill_flags", "decode_flags", "router_flags")
@@ -56,6 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "in which they are started",
     )
     parser.add_argument("--router-flags", metavar="FLAGS", default="", help="flags of `tandem router`, in the same way")
+    if isinstance(parser, Parser):
+        parser.synonyms = passed_on()
+
+
+def passed_on() -> dict[str, str]:
+    """Flags of servers and of the router -> where this command takes them, or why not."""
+    router, server = Parser(), Parser()
+    add_flags(router, RouterConfig)
+    add_flags(server)
+    names = dict.fromkeys([*router.names(), *ROUTER_SYNONYMS], "it goes into --router-flags")
+    return names | dict.fromkeys([*server.names(), *SYNONYMS], "it goes into --server-flags") | OURS
 
 
 def run(args: argparse.Namespace) -> int:
