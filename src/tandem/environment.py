@@ -89,10 +89,15 @@ ENVIRONMENT = (
 )
 
 
+def environment_name(variable: Variable) -> str:
+    """Under which it is read."""
+    ours, alias = f"TANDEM_{variable.name}", f"SGLANG_{variable.name}"
+    return alias if os.environ.get(alias) and not os.environ.get(ours) else ours
+
+
 def environment_text(variable: Variable) -> str:
     """As it is set; empty: not set."""
-    name = variable.name
-    return os.environ.get(f"TANDEM_{name}") or os.environ.get(f"SGLANG_{name}") or ""
+    return os.environ.get(environment_name(variable), "")
 
 
 def environment_switch(variable: Variable) -> bool:
@@ -100,7 +105,7 @@ def environment_switch(variable: Variable) -> bool:
     text = environment_text(variable)
     found = SWITCHED.get(text.lower(), None if text else bool(variable.default))
     if found is None:
-        raise ValueError(f"the environment variable TANDEM_{variable.name} must be 1 or 0, not {text!r}")
+        raise ValueError(f"the environment variable {environment_name(variable)} must be 1 or 0, not {text!r}")
     return found
 
 
@@ -115,7 +120,7 @@ def environment_number(variable: Variable) -> float:
     is_fine = value is not None and variable.least <= value <= variable.most
     if value is None or not is_fine or (variable.is_whole and value != int(value)):
         span = f"from {variable.least:g} to {variable.most:g}"
-        raise ValueError(f"the environment variable TANDEM_{variable.name} must be {kind} {span}, not {text!r}")
+        raise ValueError(f"the environment variable {environment_name(variable)} must be {kind} {span}, not {text!r}")
     return value
 
 

@@ -509,7 +509,9 @@ def test_a_variable_that_is_out_of_range_is_refused_by_name(
     for prefix in ("SGLANG_", "TANDEM_"):
         for text in out_of_range(variable):
             monkeypatch.setenv(prefix + variable.name, text)
-            with pytest.raises(CommandFailed, match=f"{variable.name} must be .*, not '{text}'") as failure:
+            with pytest.raises(
+                CommandFailed, match=f"variable {prefix}{variable.name} must be .*, not '{text}'"
+            ) as failure:
                 parse()
             assert failure.value.is_wrong_usage
 
