@@ -48,6 +48,13 @@ def test_health_says_which_role_a_router_has_here(mode: str, role: str) -> None:
         assert http.get("/health").headers["x-tandem-role"] == role
 
 
+def test_health_of_a_prefill_says_where_its_bootstrap_server_listens() -> None:
+    with world(disaggregation_mode="prefill", disaggregation_bootstrap_port=8999).http() as http:
+        assert http.get("/health").headers["x-tandem-bootstrap-port"] == "8999"
+    with world(disaggregation_mode="decode", disaggregation_bootstrap_port=8999).http() as http:
+        assert "x-tandem-bootstrap-port" not in http.get("/health").headers
+
+
 def test_health_tells_which_process_makes_no_progress() -> None:
     w = world()
     with w.http() as http:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tandem.core.router.pairing import Rooms, WorkerPair, num_prompts
 from tandem.core.router.routing import Candidate, LeastLoad, RoundRobin
@@ -52,6 +53,19 @@ def test_a_worker_that_starts_late_is_asked_often_until_it_is_there() -> None:
     assert fleet.health(W) is Health.JOINING
     probe(fleet, ProbeResult.OK, 30)
     assert fleet.wake_at() == 130
+
+
+@pytest.mark.parametrize(("told", "ports"), [(None, [8999, 8999, 9000]), (8998, [8998, 8998, 8998])])
+def test_the_port_that_a_prefill_says_counts_where_the_router_was_told_none(told: int | None, ports: list[int]) -> None:
+    prefill = structs.replace(worker(0, Role.PREFILL), bootstrap_port=told)
+    fleet = WorkerRegistry([prefill], SETTINGS, Nanos(0))
+    for now, (said, port) in enumerate(zip((8999, None, 9000), ports, strict=True)):
+        assert fleet.due(Nanos(100 * now)) == [W]
+        fleet.probed(W, ProbeResult.OK, Nanos(100 * now), bootstrap_port=said)
+        copy = WorkerRegistry([], SETTINGS, Nanos(0))
+        copy.restore(fleet.snapshot())
+        for one in (fleet, copy):
+            assert [each.bootstrap_port for each in one.live(Role.PREFILL)] == [port]
 
 
 def test_one_missed_probe_makes_suspect_and_two_make_dead() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
 from tandem.core.router.messages import AbortAsked, Side, WorkerProbed
 from tandem.core.router.router import Router, RouterSettings
@@ -45,7 +46,11 @@ def test_names_of_models_are_read_as_far_as_they_are_names(raw: bytes, names: tu
 
 @contextmanager
 def healthy_server(
-    status: int = 200, says: Callable[[], str] = str, asked: list[tuple[str, str | None]] | None = None
+    status: int = 200,
+    says: Callable[[], str] = str,
+    asked: list[tuple[str, str | None]] | None = None,
+    *,
+    header: str = "x-tandem-role",
 ) -> Iterator[RegisteredWorker]:
     """says: its role, as ours do; nothing by default, as servers of others. asked: for what, and with which key."""
 
@@ -54,8 +59,8 @@ def healthy_server(
             if asked is not None:
                 asked.append((self.path, self.headers["authorization"]))
             self.send_response(status)
-            if role := says():
-                self.send_header("x-tandem-role", role)
+            if word := says():
+                self.send_header(header, word)
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
@@ -130,6 +135,31 @@ def test_a_worker_that_says_another_role_than_the_router_was_told_gets_no_reques
         probing(story)
     named = [f"{worker.url} is no prefill server but says '{role}': it gets no requests" for role in roles]
     assert caplog.messages == [named[0], named[2], named[3], named[5]]
+
+
+def test_a_prefill_says_the_port_of_its_bootstrap_server_and_what_is_none_is_nothing() -> None:
+    ports = {"8999": 8999, "1": 1, "65535": 65535, "0": None, "65536": None, "-1": None, "8k": None, "": None}
+    ports["9" * 5000] = None
+    said = iter(ports)
+
+    with healthy_server(says=lambda: next(said), header="x-tandem-bootstrap-port") as worker:
+
+        def story(prober: Prober) -> None:
+            for port in ports.values():
+                prober.probe(worker)
+                assert taken(prober) == [WorkerProbed(worker.id, ProbeResult.OK, bootstrap_port=port)]
+
+        probing(story)
+
+
+def test_the_port_of_a_decode_is_not_asked_for() -> None:
+    with healthy_server(says=lambda: "8999", header="x-tandem-bootstrap-port") as worker:
+
+        def story(prober: Prober) -> None:
+            prober.probe(structs.replace(worker, role=Role.DECODE))
+            assert taken(prober) == [WorkerProbed(worker.id, ProbeResult.OK)]
+
+        probing(story)
 
 
 def test_the_key_of_workers_is_shown_where_they_ask_for_it() -> None:

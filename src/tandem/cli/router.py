@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar=("URL", "BOOTSTRAP_PORT"),
-        help="a prefill server and the port of its bootstrap server (none: decode's default); repeatable",
+        help="a prefill server and the port of its bootstrap server (none: as it says itself); repeatable",
     )
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="a decode server; repeatable")
     add_flags(parser, RouterConfig)

@@ -113,6 +113,7 @@ class WorkerProbed(Struct, frozen=True, tag=True):
     worker: WorkerId
     result: ProbeResult
     models: tuple[str, ...] | None = None  # that it says it serves; None: it was not asked, or said nothing of it
+    bootstrap_port: int | None = None  # that a prefill says it has; None: it said none
 
 
 class WorkerAdded(Struct, frozen=True, tag=True):

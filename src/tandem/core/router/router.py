@@ -166,8 +166,8 @@ class Router:
                 return self._update(request, RoutedRequest.leave)
             case AbortAsked(request=request):
                 return self._update(request, RoutedRequest.abort)
-            case WorkerProbed(worker=worker, result=result, models=models):
-                return self._probed(worker, result, now, models)
+            case WorkerProbed(worker=worker, result=result, models=models, bootstrap_port=port):
+                return self._probed(worker, result, now, models, port)
             case WorkerAdded(worker=worker):
                 self.registry.add(worker, now)
                 self._load[worker.id] = 0
@@ -209,9 +209,14 @@ class Router:
         return self._update(event.request, lambda e: e.handle(event, now, partial(self._has_other, e.model)))
 
     def _probed(
-        self, worker: WorkerId, result: ProbeResult, now: Nanos, models: tuple[str, ...] | None = None
+        self,
+        worker: WorkerId,
+        result: ProbeResult,
+        now: Nanos,
+        models: tuple[str, ...] | None = None,
+        bootstrap_port: int | None = None,
     ) -> list[RouterCommand]:
-        has_died = self.registry.probed(worker, result, now, models)
+        has_died = self.registry.probed(worker, result, now, models, bootstrap_port)
         if worker not in self.registry.silent():
             self._lost.pop(worker, None)
         if not has_died or result is ProbeResult.DECLINED:

@@ -24,6 +24,7 @@ from typing import NewType
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tandem.core.router.circuit_breaker import BreakerSettings, CircuitBreaker
 from tandem.core.settings import Role
@@ -33,13 +34,13 @@ WorkerId = NewType("WorkerId", int)  # in the order in which the router was told
 
 
 class RegisteredWorker(Struct, frozen=True):
-    """One server as the router was told of it."""
+    """One server as the router was told of it, or as it says itself."""
 
     id: WorkerId
     role: Role
     url: str  # no slash at the end
     host: str  # of the URL, IPv6 in brackets: what decode is told as `bootstrap_host`
-    bootstrap_port: int | None = None  # prefill only; None: decode uses its own default
+    bootstrap_port: int | None = None  # prefill only; None: it has not said it, and decode uses its own default
 
 
 class Health(StrEnum):
@@ -84,6 +85,7 @@ class _Entry:
     breaker: CircuitBreaker | None = None
     is_leaving: bool = False
     models: tuple[str, ...] | None = None  # names that it answers to; None: not known
+    says_port: bool = False  # of its bootstrap server: the router was told none
 
     def serves(self, model: str | None) -> bool:
         return model is None or self.models is None or model in self.models
@@ -251,10 +253,17 @@ class WorkerRegistry:
             if e.probing_since is not None and e.probing_since + limit <= now
         ]
 
-    def probed(self, worker: WorkerId, result: ProbeResult, now: Nanos, models: tuple[str, ...] | None = None) -> bool:
+    def probed(
+        self,
+        worker: WorkerId,
+        result: ProbeResult,
+        now: Nanos,
+        models: tuple[str, ...] | None = None,
+        bootstrap_port: int | None = None,
+    ) -> bool:
         """Take in the answer to a probe. Returns whether the worker died of it.
 
-        models: that it has told of, too; None: of none, so what was known stays.
+        models, bootstrap_port: that it has told of, too; None: of none, so what was known stays.
         """
         entry = self._entries.get(worker)
         if entry is None or (began := entry.probing_since) is None:
@@ -262,6 +271,8 @@ class WorkerRegistry:
         entry.probing_since = None
         if models is not None:
             entry.models = models
+        if bootstrap_port is not None and entry.says_port:
+            entry.worker = replace(entry.worker, bootstrap_port=bootstrap_port)
         was_live = _is_live(entry)
         if result is not ProbeResult.MISSED:
             entry.silent_since = None
@@ -300,7 +311,7 @@ class WorkerRegistry:
 
     def _entry(self, worker: RegisteredWorker, now: Nanos) -> _Entry:
         breaker = None if self._breaker is None else CircuitBreaker(self._breaker)
-        return _Entry(worker, next_probe=now, breaker=breaker)
+        return _Entry(worker, next_probe=now, breaker=breaker, says_port=worker.bootstrap_port is None)
 
     def _miss(self, entry: _Entry, result: ProbeResult, now: Nanos) -> None:
         entry.misses += 1

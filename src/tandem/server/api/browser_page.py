@@ -16,6 +16,7 @@ from tandem.server.api.openapi import behind_router, openapi_document, schema_of
 from tandem.server.api.openapi_bodies import Schema
 
 ROLE_HEADER = "x-tandem-role"  # of answers to /health: a router looks there whether a worker is what it was told of
+BOOTSTRAP_PORT_HEADER = "x-tandem-bootstrap-port"  # a prefill's, there too, for a router that was told none
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 INT64 = 1 << 62  # what is bounded by its type alone needs no word
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

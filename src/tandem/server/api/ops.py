@@ -24,7 +24,7 @@ from tandem.metrics.export import CONTENT_TYPE, Exporter
 from tandem.sampling import SamplingParams, VectorParams
 from tandem.server import wire
 from tandem.server.api.body import AbortBody
-from tandem.server.api.browser_page import ROLE_HEADER, about, docs_response
+from tandem.server.api.browser_page import BOOTSTRAP_PORT_HEADER, ROLE_HEADER, about, docs_response
 from tandem.server.api.client import NodeClient
 from tandem.server.api.endpoint_parts import error_response, read_body
 from tandem.server.api.errors import Failure, Problem, Refusal, failure_of, invalid
@@ -109,7 +109,9 @@ class Ops:
     async def health(self, request: Request) -> Response:
         """200 while new requests are accepted and make progress. Costs nothing: the watchdog knows already."""
         self._client.check_healthy()
-        return Response(headers={ROLE_HEADER: self._limits.role})
+        is_prefill = self._limits.role == Role.PREFILL
+        port = {BOOTSTRAP_PORT_HEADER: str(self._limits.bootstrap_port)} if is_prefill else {}
+        return Response(headers={ROLE_HEADER: self._limits.role, **port})
 
     async def health_generate(self, request: Request) -> Response:
         """One token through node and engine, unless a user's request has just got there and back.

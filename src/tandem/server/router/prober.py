@@ -18,9 +18,10 @@ import msgspec
 
 from tandem.core.router.messages import WorkerProbed
 from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, WorkerId, probe_result
+from tandem.core.settings import Role
 from tandem.logtext import shown
 from tandem.server.api.body import NOT_JSON
-from tandem.server.api.browser_page import ROLE_HEADER
+from tandem.server.api.browser_page import BOOTSTRAP_PORT_HEADER, ROLE_HEADER
 from tandem.server.router.worker_documents import ModelList
 
 log = logging.getLogger("tandem.router")
@@ -105,7 +106,8 @@ class Prober:
         if result is ProbeResult.OK and response is not None and self._is_another(worker, response.headers):
             result = ProbeResult.DECLINED
         models = await self._models(worker) if self._asks_models and result is ProbeResult.OK else None
-        self._found.append(WorkerProbed(worker.id, result, models))
+        port = None if response is None or worker.role is not Role.PREFILL else port_in(response.headers)
+        self._found.append(WorkerProbed(worker.id, result, models, port))
         self._has_come()
 
     def _is_another(self, worker: RegisteredWorker, headers: httpx.Headers) -> bool:
@@ -133,6 +135,12 @@ class Prober:
                 return await self._client.get(url, headers=headers)
         except (httpx.HTTPError, TimeoutError):
             return None
+
+
+def port_in(headers: httpx.Headers) -> int | None:
+    """Of a prefill's bootstrap server. None: it says none, as servers of others."""
+    text = headers.get(BOOTSTRAP_PORT_HEADER, "")
+    return int(text) if len(text) <= 5 and text.isascii() and text.isdigit() and 0 < int(text) < 1 << 16 else None
 
 
 def names_in(raw: bytes) -> tuple[str, ...] | None:

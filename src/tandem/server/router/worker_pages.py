@@ -76,7 +76,7 @@ class WorkerPages:
             if len(self._router.registry.workers()) >= MAX_WORKERS:
                 raise invalid("url", f"there are {MAX_WORKERS} workers, which is as many as there may be")
             self._shell.add_worker(new)
-        elif (known.role, known.bootstrap_port) != (new.role, new.bootstrap_port):
+        elif known.role is not new.role or new.bootstrap_port not in (None, known.bootstrap_port):
             raise invalid("url", f"it is known as {known.role.value} with bootstrap port {known.bootstrap_port}")
         worker = known or new
         body = {
