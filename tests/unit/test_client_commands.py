@@ -158,6 +158,13 @@ def test_error_bodies_of_any_dialect_become_one_line(body: bytes, words: str) ->
     assert str(raised.value) == words
 
 
+def test_who_is_asked_for_a_key_is_told_how_to_give_one() -> None:
+    with pytest.raises(ServerTrouble) as raised:
+        raise_for_status(401, b'{"error":{"code":"unauthorized","message":"the key is missing"}}')
+    remedy = "give one by --api-key, --api-key-file or TANDEM_API_KEY"
+    assert str(raised.value) == f"401: unauthorized: the key is missing; {remedy}"
+
+
 def test_urls_are_taken_as_users_write_them() -> None:
     assert base_url("127.0.0.1:8000/v1/") == "http://127.0.0.1:8000"
     assert base_url("https://x/v1") == "https://x"

@@ -28,6 +28,7 @@ PROBE_SECONDS = 2.0
 PROGRESS_SECONDS = 0.2  # between two updates on a terminal; elsewhere lines come far less often
 PROGRESS_SECONDS_PLAIN = 10.0
 WITHOUT_PROXY = "(NO_PROXY names hosts and networks that need none)"
+HTTP_UNAUTHORIZED = 401
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)  # no JSON, of another shape, nested without end
 
 Document = TypeVar("Document")
@@ -235,7 +236,8 @@ def trouble(error: Exception, url: str) -> ServerTrouble:
 
 def raise_for_status(status: int, body: bytes) -> None:
     if status >= 300:
-        raise ServerTrouble(f"{status}: {_message(body)}")
+        remedy = f"; give one by --api-key, --api-key-file or {KEY_VARIABLE}" if status == HTTP_UNAUTHORIZED else ""
+        raise ServerTrouble(f"{status}: {_message(body)}{remedy}")
 
 
 def chunks_of(lines: Iterator[str]) -> Iterator[StreamChunk]:
