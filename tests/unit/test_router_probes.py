@@ -1,6 +1,7 @@
 """Probes have a loop of their own: they are made, and count, whatever the loop of the traffic is busy with."""
 
 import asyncio
+import logging
 import os
 import socket
 import threading
@@ -265,9 +266,11 @@ class AnsweredWhileBusy(Prober):
 
     def __init__(self) -> None:
         super().__init__(make_client, timeout_s=PATIENCE_S)
+        self.absent: set[int] = set()
 
     def probe(self, worker: RegisteredWorker) -> None:
-        self._found.append(WorkerProbed(worker.id, ProbeResult.OK))
+        result = ProbeResult.MISSED if worker.id in self.absent else ProbeResult.OK
+        self._found.append(WorkerProbed(worker.id, result))
 
 
 def test_a_mistake_of_the_client_is_no_failure_of_a_worker() -> None:
@@ -317,3 +320,28 @@ def test_a_probe_that_is_answered_while_a_router_ends_has_nobody_asked_any_more(
 
     with healthy_server() as worker:
         asyncio.run(main(worker))
+
+
+def test_a_worker_that_does_not_answer_from_the_beginning_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Else a router whose user has mistyped an address says that it listens, and then nothing."""
+    caplog.set_level(logging.INFO)
+    workers = [make_worker(0, Role.PREFILL, "http://a:1"), make_worker(1, Role.DECODE, "http://b:1")]
+    settings = RouterSettings(health=HealthSettings(interval_ns=Nanos(0), fast_interval_ns=Nanos(0)))
+    router = Router(workers, draw=lambda: 1, settings=settings, now=Nanos(0))
+
+    async def main() -> None:
+        prober = AnsweredWhileBusy()
+        prober.absent = {0}
+        shell = RouterShell(router, make_client(), prober, RouterMetrics(), stall_seconds=1.0, step=router.step)
+        for _ in range(4):
+            shell.tell()
+        prober.absent = set()
+        for _ in range(2):
+            shell.tell()
+
+    asyncio.run(main())
+    assert caplog.messages == [
+        "decode worker http://b:1: joining -> live",
+        "prefill worker http://a:1 does not answer yet: it joins when it does",
+        "prefill worker http://a:1: joining -> live",
+    ]

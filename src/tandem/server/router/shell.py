@@ -43,7 +43,7 @@ from tandem.core.router.pairing import PREFILL_RANK, fields_of_decode, num_promp
 from tandem.core.router.router import Router, RouterEffects
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import Said, UpstreamCall
-from tandem.core.router.worker_registry import Health, RegisteredWorker
+from tandem.core.router.worker_registry import Health, ProbeResult, RegisteredWorker, WorkerId
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.errors import Problem, Refusal
@@ -147,6 +147,7 @@ class RouterShell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self._absent: set[WorkerId] = set()  # workers that did not answer from the beginning, as the log says
 
     def start(self) -> None:
         self._prober.start(partial(asyncio.get_running_loop().call_soon_threadsafe, self.tell))
@@ -207,6 +208,7 @@ class RouterShell:
     def remove_worker(self, worker: RegisteredWorker) -> None:
         """It answers what it has before it goes."""
         log.info("%s worker %s is to leave", worker.role.value, worker.url)
+        self._absent.discard(worker.id)
         self.tell(WorkerRemoved(worker.id))
 
     def leave(self, call: ClientCall) -> None:
@@ -231,6 +233,7 @@ class RouterShell:
         effects = self._step((*probed, *events), Nanos(time.monotonic_ns()))
         for worker, health in before.items():
             self._note_health(worker, health)
+        self._note_absent(probed)
         for command in effects.commands:
             self._metrics.see(command)
             self._begin(command)
@@ -245,6 +248,14 @@ class RouterShell:
         after = self.router.registry.health(worker.id)
         if before is not after:
             log.info("%s worker %s: %s -> %s", worker.role.value, worker.url, before or "new", after or "gone")
+
+    def _note_absent(self, probed: Sequence[WorkerProbed]) -> None:
+        """Once, of whom nobody has seen: started later than the router, or an address that is wrong."""
+        missed = [probe for probe in probed if probe.result is ProbeResult.MISSED]
+        for worker in self._known(missed):
+            if self.router.registry.health(worker.id) is Health.JOINING and worker.id not in self._absent:
+                self._absent.add(worker.id)
+                log.info("%s worker %s does not answer yet: it joins when it does", worker.role.value, worker.url)
 
     def _wake_at(self, wake_at: Nanos) -> None:
         if self._timer is not None:
