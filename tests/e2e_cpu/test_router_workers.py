@@ -172,6 +172,15 @@ def test_prefills_bring_their_bootstrap_port() -> None:
         new.kill()
 
 
+def test_a_prefill_that_is_known_is_the_same_without_a_port_and_another_one_with_another() -> None:
+    with fleet() as made:
+        known_as = {"url": made.prefills[0].url, "worker_type": "prefill"}
+        assert CLIENT.post(made.url + "/workers", json=known_as).status_code == 202
+        refused = CLIENT.post(made.url + "/workers", json=known_as | {"bootstrap_port": 7777})
+        assert refused.status_code == 400
+        assert "it is known as prefill with bootstrap port" in refused.json()["error"]["message"]
+
+
 def test_the_older_names_do_the_same() -> None:
     with fleet() as made:
         new = FakeWorker(Role.DECODE)
