@@ -542,17 +542,20 @@ def open_transfer(launch: Launch, loaded: Loaded, channel: BlockingChannel[wire.
             )
         backend = Backend.SOCK
         logger.info("KV is in memory of a device: pages travel by way of copies in host memory (staged)")
-    transfer = SockTransfer(
-        pages_of(kv, loaded.num_pages),
-        KvShard(loaded.grid, launch.rank.cut, launch.rank.shard, kv.cell_bytes),
-        incarnation=launch.incarnation,
-        secret=ClusterSecret(launch.cluster_secret),
-        host=numeric_host(launch.config.host),
-        report=report,
-        memory=memory_to_lend(kv, backend, gives_back=gives_back),
-        gives_back=gives_back,
-        backend=backend,
-    )
+    try:
+        transfer = SockTransfer(
+            pages_of(kv, loaded.num_pages),
+            KvShard(loaded.grid, launch.rank.cut, launch.rank.shard, kv.cell_bytes),
+            incarnation=launch.incarnation,
+            secret=ClusterSecret(launch.cluster_secret),
+            host=numeric_host(launch.config.host),
+            report=report,
+            memory=memory_to_lend(kv, backend, gives_back=gives_back),
+            gives_back=gives_back,
+            backend=backend,
+        )
+    except RuntimeError as error:  # the system has no thread left
+        raise ServerFailure(f"the data plane cannot begin: {error}") from error
     if backend is Backend.NIXL:
         try:
             transfer.start_nixl(lends=launch.config.role == "prefill")
