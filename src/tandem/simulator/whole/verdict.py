@@ -88,7 +88,8 @@ def _check_scores(said: dict[str, Any], right: list[tuple[int, float]], what: st
 
 def _check_flow(answer: Answer, what: str, base_s: float, block_tokens: int) -> None:
     """What is made token by token, or block by block, comes so: each takes a batch, however long one has to wait."""
-    if answer.error is not None or not answer.ask.is_streamed or answer.first_s is None or answer.rights is not None:
+    is_right = answer.is_whole and answer.error is None  # else some of it has not come at all
+    if not is_right or not answer.ask.is_streamed or answer.first_s is None or answer.rights is not None:
         return  # how many tokens an answer in a form has is the model's to say
     made_s = (len(answer.ask.right_ids()) // block_tokens - 1) * base_s
     flowed_s = (answer.ended_s or 0.0) - answer.first_s - answer.longest_gap_s
