@@ -138,4 +138,5 @@ raise SystemExit(main(words.split()))
 
 def test_a_router_that_is_told_to_end_before_its_server_listens_to_signals_ends() -> None:
     done = subprocess.run([sys.executable, "-c", TOLD_AT_ONCE], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert [line for line in done.stderr.splitlines() if "does not answer yet" not in line] == []

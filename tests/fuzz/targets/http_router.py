@@ -77,7 +77,13 @@ class Connection(httpcore.AsyncHTTPConnection):
 
     backend: Workers
 
-    def __init__(self, origin: httpcore.Origin, *, keepalive_expiry: float | None = None) -> None:
+    def __init__(
+        self,
+        origin: httpcore.Origin,
+        *,
+        keepalive_expiry: float | None = None,
+        network_backend: httpcore.AsyncNetworkBackend | None = None,
+    ) -> None:
         super().__init__(origin, keepalive_expiry=keepalive_expiry, network_backend=self.backend)
 
 
