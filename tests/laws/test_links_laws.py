@@ -85,7 +85,7 @@ def test_whatever_bootstrap_servers_claim_of_whom_nobody_reaches_each_is_lost_in
 ) -> None:
     answers = {REFUSING: DialFailure("refuses connections", is_final=True)}
     wires = Wires()
-    wires.dial = lambda node, link, endpoint: answers.get(endpoint)  # type: ignore[method-assign]
+    wires.dial = lambda node, link, endpoint: answers.get(endpoint)  # type: ignore[method-assign]  # of this one only
     decode = Node(DECODE, wires)
     claimed: set[Incarnation] = set()
     for step in steps:

@@ -144,7 +144,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
             listener.setblocking(False)
             place = f"127.0.0.1:{listener.getsockname()[1]}"
             settings = {"model": "m", "tp_size": 4, "nnodes": 2, "node_rank": 1, "dist_init_addr": place, **flags}
-            it = Follower(ServerConfig(**settings), tmp_path, SECRET)  # type: ignore[arg-type]
+            it = Follower(ServerConfig(**settings), tmp_path, SECRET)  # type: ignore[arg-type]  # flags of any type
             here = World(listener, asyncio.create_task(it.run()))
 
             def start_child(_name: str, ends: list[socket.socket], launch: Launch, _environment: object) -> Process:

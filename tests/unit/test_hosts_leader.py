@@ -89,7 +89,8 @@ async def is_closed(connection: HostConnection[ToFollower]) -> bool:
 
 @contextlib.asynccontextmanager
 async def world(**flags: object) -> AsyncIterator[World]:
-    config = ServerConfig(**{"model": "m", "tp_size": 4, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000", **flags})  # type: ignore[arg-type]
+    settings = {"model": "m", "tp_size": 4, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000", **flags}
+    config = ServerConfig(**settings)  # type: ignore[arg-type]  # flags of any type
     listener = socket.create_server(("127.0.0.1", 0))
     lost: list[tuple[int, str]] = []
     drains: list[str] = []
@@ -486,7 +487,7 @@ def test_a_host_that_is_lost_while_another_is_told_of_an_end_is_waited_for() -> 
         async with world(tp_size=3, nnodes=3) as here:
             hosts = here.leader._hosts
             first, second = Leaver(hosts, 2), Leaver(hosts, 1)
-            hosts.update({1: first, 2: second})  # type: ignore[dict-item]
+            hosts.update({1: first, 2: second})  # type: ignore[dict-item]  # they have what is asked of a connection
             with pytest.raises(HostLost, match="node rank 1, 2 did not come"):
                 await here.leader.bring(0, timeout_s=0.01)
             assert [first.told, second.told] == [[End(0)], [End(0)]]

@@ -123,7 +123,7 @@ def test_a_prefill_that_is_dialled_never_gives_way_to_one_more() -> None:
 def test_a_dial_that_nobody_answers_is_given_up_in_time() -> None:
     wires = Wires()
     decode = Node(DECODE, wires)
-    wires.dial = lambda node, link, endpoint: None  # type: ignore[method-assign]
+    wires.dial = lambda node, link, endpoint: None  # type: ignore[method-assign]  # of this one only
     decode.connect()
     wires.pass_time(HELLO_NS - 1, decode)
     assert decode.lost == []
@@ -138,7 +138,7 @@ def test_a_node_sleeps_until_there_is_something_to_do() -> None:
     wires.cut(link_of(decode, PREFILL))
     assert prefill.links.next_deadline() == RETURN_NS, "then it gives up decode, which does not come back"
     dialling = Node(DECODE, wires)
-    wires.dial = lambda node, link, endpoint: None  # type: ignore[method-assign]
+    wires.dial = lambda node, link, endpoint: None  # type: ignore[method-assign]  # of this one only
     dialling.connect()
     assert dialling.links.next_deadline() == HELLO_NS
     asked = Node(PREFILL, wires)
@@ -169,7 +169,7 @@ def test_dials_that_nobody_answers_end_together_where_the_last_is_nobodys_claim_
     """The peer is lost with the first of them, and the other one is not missed."""
     wires = Wires()
     decode = Node(DECODE, wires)
-    wires.dial = lambda node, link, endpoint: None  # type: ignore[method-assign]
+    wires.dial = lambda node, link, endpoint: None  # type: ignore[method-assign]  # of this one only
     decode.connect()
     other, elsewhere = (Address("127.0.0.2", 8998), 0), ("127.0.0.2", 5)
     decode.links.connect(PREFILL, other, elsewhere, wires.now)

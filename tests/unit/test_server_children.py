@@ -134,7 +134,7 @@ def test_of_a_replica_that_cannot_be_started_nobody_is_left(started: Started, mo
     start_child = processes.start_child
 
     def remember(*given: Any) -> Any:
-        made.append(start_child(*given))  # type: ignore[arg-type]
+        made.append(start_child(*given))  # type: ignore[arg-type]  # as they were given
         return made[-1]
 
     monkeypatch.setattr(processes, "start_child", remember)
@@ -146,7 +146,7 @@ def test_of_a_replica_that_cannot_be_started_nobody_is_left(started: Started, mo
 
 def test_what_a_replica_has_on_other_hosts_is_closed_with_it() -> None:
     channel, meeting = socket.socket(), socket.socket()
-    Elsewhere(Incarnation("s", "1"), {1: (channel, Any)}, meeting=meeting).close()  # type: ignore[dict-item]
+    Elsewhere(Incarnation("s", "1"), {1: (channel, Any)}, meeting=meeting).close()  # type: ignore[dict-item]  # its link is not asked for anything
     assert (channel.fileno(), meeting.fileno()) == (-1, -1)
     Elsewhere(Incarnation("s", "1"), {}).close()
 
