@@ -392,10 +392,10 @@ def test_a_host_whose_place_stays_taken_ends(play: Callable[..., None], monkeypa
 def test_who_holds_another_secret_is_no_node_rank_0(play: Callable[..., None]) -> None:
     async def story(here: World) -> None:
         sock, _ = await asyncio.get_running_loop().sock_accept(here.listener)
-        stranger: Other = HostConnection(sock, ClusterSecret(b"of another cluster"), ToLeader, is_dialler=False)
-        here.connections.append(stranger)
-        await stranger.meet()
-        await stranger.say(Here())
+        non_member: Other = HostConnection(sock, ClusterSecret(b"of another cluster"), ToLeader, is_dialler=False)
+        here.connections.append(non_member)
+        await non_member.meet()
+        await non_member.say(Here())
         assert "does not hold this cluster's secret" in await failure(here.running)
 
     play(story)

@@ -432,14 +432,14 @@ def test_who_is_no_member_is_closed_and_who_has_gone_is_forgotten() -> None:
         async with world() as here:
             host = await here.join(1)
             sock = socket.create_connection(here.listener.getsockname())
-            stranger: HostConnection[ToFollower] = HostConnection(
+            non_member: HostConnection[ToFollower] = HostConnection(
                 sock, ClusterSecret(b"of another cluster"), ToFollower, is_dialler=True
             )
-            await stranger.meet()
-            await stranger.say(Join(1, FIELDS))
+            await non_member.meet()
+            await non_member.say(Join(1, FIELDS))
             while await asyncio.get_running_loop().sock_recv(sock, 1000):
                 pass
-            stranger.close()
+            non_member.close()
             assert await is_closed(await here.worker(bytes(16)))
             (await here.dial()).close()
             await until(lambda: not here.leader._unproven and len(here.leader._proven) == 1)

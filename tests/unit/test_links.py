@@ -80,9 +80,9 @@ def test_members_that_greet_and_say_nothing_do_not_shut_out_a_decode_that_comes_
     speaker.connect()
     wires.carry()
     speaker.tell(PREFILL, ready(4, source=speaker.me))
-    strangers = [Node(Incarnation("stranger", str(number)), wires) for number in range(100, 120)]
-    for stranger in strangers:
-        stranger.connect()
+    strangers = [Node(Incarnation("non_member", str(number)), wires) for number in range(100, 120)]
+    for non_member in strangers:
+        non_member.connect()
         wires.carry()
     decode = Node(DECODE, wires)
     decode.connect()
@@ -90,7 +90,7 @@ def test_members_that_greet_and_say_nothing_do_not_shut_out_a_decode_that_comes_
     wires.carry()
     assert prefill.said == [ready(4, source=speaker.me), ready()]
     assert len(prefill.links.peers) == 8
-    assert prefill.lost == [stranger.me for stranger in strangers[: len(prefill.lost)]], "the oldest first"
+    assert prefill.lost == [non_member.me for non_member in strangers[: len(prefill.lost)]], "the oldest first"
     assert {speaker.me, DECODE} <= set(prefill.links.peers)
 
 
@@ -142,12 +142,12 @@ def test_a_node_sleeps_until_there_is_something_to_do() -> None:
     dialling.connect()
     assert dialling.links.next_deadline() == HELLO_NS
     asked = Node(PREFILL, wires)
-    stranger = asked.links.accepted(wires.now)
+    non_member = asked.links.accepted(wires.now)
     assert asked.links.next_deadline() == HELLO_NS
     asked.links.tick(Nanos(HELLO_NS - 1))
-    assert stranger.is_open
+    assert non_member.is_open
     asked.links.tick(Nanos(HELLO_NS))
-    assert not stranger.is_open
+    assert not non_member.is_open
     assert asked.links.next_deadline() is None
 
 
