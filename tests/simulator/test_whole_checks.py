@@ -165,15 +165,18 @@ def test_a_pull_that_may_begin_and_that_no_thread_takes_is_noticed(monkeypatch: 
 
 def test_a_stream_that_comes_all_at_once_is_noticed() -> None:
     ask = ClientRequest(1, "/generate", (20, 21), "", 40, True, True, 20.0, Conduct.PATIENT)
-    flowing = Answer(ask, 0, first_s=1.0, ended_s=3.5, longest_gap_s=0.3)
-    verdict._check_flow(flowing, "flowing", 0.05, 1)
-    waiting = Answer(ask, 0, first_s=1.0, ended_s=9.0, longest_gap_s=5.5)
-    verdict._check_flow(waiting, "has had to wait in between", 0.05, 1)
+
+    def check(first_s: float, ended_s: float, gap_s: float, block_tokens: int = 1, is_whole: bool = True) -> None:
+        answer = Answer(ask, 0, first_s=first_s, ended_s=ended_s, longest_gap_s=gap_s, is_whole=is_whole)
+        verdict._check_flow(answer, "an answer", 0.05, block_tokens)
+
+    check(1.0, 3.5, 0.3)  # flows
+    check(1.0, 9.0, 5.5)  # has had to wait in between
+    check(3.4, 3.5, 0.1, block_tokens=4)  # ten batches make it
+    check(3.4, 3.5, 0.1, is_whole=False)  # was cut, so that it has few tokens
     for first_s, gap_s in ((3.4, 0.1), (1.0, 2.4)):
         with pytest.raises(Violation, match="at once"):
-            verdict._check_flow(Answer(ask, 0, first_s=first_s, ended_s=3.5, longest_gap_s=gap_s), "held", 0.05, 1)
-    by_blocks = Answer(ask, 0, first_s=3.4, ended_s=3.5, longest_gap_s=0.1)
-    verdict._check_flow(by_blocks, "ten batches make it", 0.05, 4)
+            check(first_s, 3.5, gap_s)
 
 
 def test_a_server_that_ends_and_one_that_goes_on_without_a_process_are_noticed(
