@@ -35,8 +35,10 @@ class ServerConfig(DoorConfig):
     served_model_name: str | None = flag(None, "model name in the API (default: MODEL as given)", metavar="NAME")
     dtype: str = flag(
         "auto",
-        "weights and activations; auto: as stored, float16 as float32, or beside codes as bfloat16",
+        "weights and activations; auto: as stored, float16 as float32, or beside codes as bfloat16; half and float are "
+        "float16 and float32",
         choices=("auto", "float32", "bfloat16", "float16"),
+        other_words={"half": "float16", "float": "float32"},
     )
     quantization: str | None = flag(
         None,

@@ -1,8 +1,10 @@
 """What every HTTP door, a server's or a router's, can be told: address, keys, web pages, responses, traces."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_network
+from types import MappingProxyType
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
 from tandem import otlp
@@ -17,12 +19,21 @@ def flag(
     metavar: str = "",
     is_secret: bool = False,
     aliases: tuple[str, ...] = (),
+    other_words: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """A field of a configuration that is also a command-line flag `--like-this`. A secret one is never shown.
 
     aliases: other names of the flag, for people who come from other servers.
+    other_words: for choices, for the same people; a configuration has the choices themselves.
     """
-    metadata = {"help": text, "choices": choices, "metavar": metavar, "is_secret": is_secret, "aliases": aliases}
+    metadata = {
+        "help": text,
+        "choices": choices,
+        "metavar": metavar,
+        "is_secret": is_secret,
+        "aliases": aliases,
+        "other_words": other_words,
+    }
     return field(default=default, repr=not is_secret, metadata=metadata)
 
 

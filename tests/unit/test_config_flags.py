@@ -263,6 +263,11 @@ def test_lists_of_words_are_also_read_as_vllm_writes_them(words: list[str]) -> N
     assert parse(*given).allowed_origins == ("https://a", "http://b:1")
 
 
+@pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_types_are_also_called_as_other_servers_call_them(word: str, dtype: str) -> None:
+    assert parse("--dtype", word).dtype == dtype
+
+
 def test_a_list_in_json_that_is_none_is_refused() -> None:
     with pytest.raises(SystemExit):
         parse("--allowed-origins", '["https://a"')

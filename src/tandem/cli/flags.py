@@ -63,6 +63,8 @@ def _add_flag(group: Any, name: str, field: Any, settings: type) -> None:
         options["metavar"] = field.metadata["metavar"] or (None if field.metadata["choices"] else METAVARS[kind])
     if field.metadata["choices"]:
         options["choices"] = field.metadata["choices"]
+    if other_words := field.metadata["other_words"]:
+        options["type"] = lambda text: other_words.get(text, text)
     group.add_argument(name, *field.metadata["aliases"], **options)
 
 
