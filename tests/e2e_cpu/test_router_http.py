@@ -116,12 +116,11 @@ def test_a_time_that_came_with_the_request_is_passed_on(given: object) -> None:
     ],
 )
 def test_decode_is_told_the_rank_that_a_body_has_chosen_for_its_prefill(fields: dict[str, Any], told: object) -> None:
+    """And so is prefill, which then has nothing to announce, or to refuse."""
     with fleet() as made:
         assert post(made, {"text": "a"} | fields, path="/generate").status_code == 200
         (prefill,), (decode,) = made.prefills[0].generations, made.decodes[0].generations
-        assert decode.body.get("disagg_prefill_dp_rank") == told
-        own = fields.get("disagg_prefill_dp_rank")
-        assert prefill.body.get("disagg_prefill_dp_rank") == own
+        assert [half.body.get("disagg_prefill_dp_rank") for half in (prefill, decode)] == [told, told]
         assert prefill.body.get("routed_dp_rank") == decode.body.get("routed_dp_rank") == fields.get("routed_dp_rank")
 
 
@@ -130,7 +129,7 @@ def test_decode_is_told_the_rank_that_a_header_has_chosen_for_its_prefill() -> N
         answer = CLIENT.post(made.url + "/generate", json={"text": "a"}, headers={"X-Data-Parallel-Rank": "1"})
         assert answer.status_code == 200
         (prefill,), (decode,) = made.prefills[0].generations, made.decodes[0].generations
-        assert (decode.body["disagg_prefill_dp_rank"], "disagg_prefill_dp_rank" in prefill.body) == (1, False)
+        assert [half.body["disagg_prefill_dp_rank"] for half in (prefill, decode)] == [1, 1]
 
 
 def test_rooms_are_the_routers_own_and_differ_between_requests() -> None:

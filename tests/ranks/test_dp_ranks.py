@@ -396,25 +396,38 @@ def test_a_half_that_decode_refuses_ends_that_of_prefill_wherever_it_was_routed(
         eventually(server.is_idle, what=server.states)
 
 
-def test_a_route_that_is_refused_ends_both_halves_at_once() -> None:
-    """Decode has said READY to the rank that the room implies, and hears from there whom to ask for the reason."""
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Cluster]:
+    """Its prefill refuses whom a router has sent to another rank than the room implies."""
     flags = ("--dp", "2", "--disaggregation-dp-rank-conflict", "fail")
     with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=flags) as it:
-        (prefill,), (decode,) = it.prefills, it.decodes
-        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "timeout": 60}
-        began = time.monotonic()
-        with ThreadPoolExecutor(2) as pool:
-            half = pool.submit(prefill.generate, PROMPTS[0], data_parallel_rank=0, bootstrap_room=7, **pair)
-            answer = pool.submit(decode.generate, PROMPTS[0], bootstrap_room=7, **pair)
-        assert time.monotonic() - began < SOON_S
-        failed = answer.exception()
-        assert isinstance(failed, HttpError)
-        assert (failed.status, failed.error["code"]) == (400, "route_conflict")
-        assert "bootstrap_room 7 implies dp_rank 1" in failed.error["message"]
-        assert f"Set {FORCE_QUERY}=1 to allow mixed routing." in failed.error["message"]
-        own = re.compile(r" route_conflict .* dp_rank=0 ")  # not the one that the room implies
-        eventually(lambda: own.search(prefill.log), what=lambda: prefill.log)
-        assert "implies dp_rank 1" in json.dumps(half.result() if half.exception() is None else str(half.exception()))
+        yield it
+
+
+def test_a_route_that_is_refused_ends_both_halves_at_once(strict: Cluster) -> None:
+    """Decode has said READY to the rank that the room implies, and hears from there whom to ask for the reason."""
+    (prefill,), (decode,) = strict.prefills, strict.decodes
+    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "timeout": 60}
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        half = pool.submit(prefill.generate, PROMPTS[0], data_parallel_rank=0, bootstrap_room=7, **pair)
+        answer = pool.submit(decode.generate, PROMPTS[0], bootstrap_room=7, **pair)
+    assert time.monotonic() - began < SOON_S
+    failed = answer.exception()
+    assert isinstance(failed, HttpError)
+    assert (failed.status, failed.error["code"]) == (400, "route_conflict")
+    assert "bootstrap_room 7 implies dp_rank 1" in failed.error["message"]
+    assert f"Set {FORCE_QUERY}=1 to allow mixed routing." in failed.error["message"]
+    own = re.compile(r" route_conflict .* dp_rank=0 ")  # not the one that the room implies
+    eventually(lambda: own.search(prefill.log), what=lambda: prefill.log)
+    assert "implies dp_rank 1" in json.dumps(half.result() if half.exception() is None else str(half.exception()))
+
+
+def test_a_rank_that_our_router_says_to_both_halves_contradicts_no_room(strict: Cluster) -> None:
+    """Its rooms imply the other rank half of the time."""
+    assert strict.router is not None
+    answers = [strict.router.generate(PROMPTS[0], max_new_tokens=2, routed_dp_rank=0) for _ in range(12)]
+    assert {answer["meta_info"]["path"] for answer in answers} == {"remote"}
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
-from tandem.core.router.pairing import PREFILL_RANK, fields_of_decode
+from tandem.core.router.pairing import PREFILL_RANK, rank_fields
 from tandem.server.api.body import Routing, decode_body
 from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import Refusal
@@ -92,7 +92,7 @@ def test_a_body_that_is_no_object_is_refused_in_the_words_of_a_worker(raw: bytes
 
 def test_a_worker_complains_of_the_field_that_the_client_has_sent() -> None:
     body: dict[str, object] = {"data_parallel_rank": "x"}
-    sent = with_fields({"bootstrap_room": 5} | fields_of_decode(body), encode_rest(body))
+    sent = with_fields({"bootstrap_room": 5} | rank_fields(body), encode_rest(body))
     with pytest.raises(Refusal) as found:
         decode_body(sent, Routing)
     assert found.value.failure.param == "data_parallel_rank"
@@ -102,5 +102,5 @@ def test_a_worker_complains_of_the_field_that_the_client_has_sent() -> None:
     ("header", "told"), [("2", {PREFILL_RANK: 2}), ("x", {}), ("-1", {}), ("9" * 5000, {}), (None, {PREFILL_RANK: 1})]
 )
 def test_decode_is_told_the_rank_of_a_header_before_that_of_a_body(header: str | None, told: dict[str, int]) -> None:
-    assert fields_of_decode({"routed_dp_rank": 1}, header) == told
-    assert fields_of_decode({"routed_dp_rank": 1, PREFILL_RANK: 0}, header) == {}
+    assert rank_fields({"routed_dp_rank": 1}, header) == told
+    assert rank_fields({"routed_dp_rank": 1, PREFILL_RANK: 0}, header) == {}

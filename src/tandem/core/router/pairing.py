@@ -73,10 +73,11 @@ class Rooms:
         raise AssertionError("the source of room numbers repeats itself")
 
 
-def fields_of_decode(body: Mapping[str, object], header: str | None = None) -> dict[str, object]:
-    """What decode's half finds besides: the DP rank of the prefill, where the client has chosen it.
+def rank_fields(body: Mapping[str, object], header: str | None = None) -> dict[str, object]:
+    """What both halves find besides: the DP rank of the prefill, where the client has chosen it.
 
-    `routed_dp_rank` of a body names a rank of whoever gets it, so prefill's half goes there, and decode need not ask.
+    `routed_dp_rank` of a body names a rank of whoever gets it, so prefill's half goes there. Decode need not ask then,
+    and a prefill that goes by rooms need not announce its rank, nor refuse a room that implies another.
     A client that says `disagg_prefill_dp_rank` itself knows better. One rank, or a list with one (or none) per prompt.
     header: X-Data-Parallel-Rank, which comes before the body's; what is none of a prefill, it refuses.
     """

@@ -39,7 +39,7 @@ from tandem.core.router.messages import (
     WorkerProbed,
     WorkerRemoved,
 )
-from tandem.core.router.pairing import PREFILL_RANK, fields_of_decode, num_prompts
+from tandem.core.router.pairing import PREFILL_RANK, num_prompts, rank_fields
 from tandem.core.router.router import Router, RouterEffects
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import Said, UpstreamCall
@@ -104,7 +104,7 @@ class ClientCall:
     id: RequestId
     path: str
     content: bytes  # the client's body, without the fields that each attempt sets
-    decode_fields: dict[str, object]  # that only decode's half gets
+    rank_fields: dict[str, object]  # what this client's choice of a DP rank says to both halves
     has_timeout: bool  # in the body: then it says there how much is left
     headers: dict[str, str]  # for both halves
     merges: bool
@@ -188,7 +188,7 @@ class RouterShell:
             RequestId(self._next_id),
             path,
             content,
-            fields_of_decode(body, headers.get("x-data-parallel-rank")),
+            rank_fields(body, headers.get("x-data-parallel-rank")),
             has_timeout,
             headers,
             merges,
@@ -287,15 +287,12 @@ class RouterShell:
 
     def _dispatch(self, sent: DispatchPair) -> None:
         call = self._calls[sent.request]
-        own = sent.pair.fields()
+        own = sent.pair.fields() | call.rank_fields
         if call.has_timeout:
             own["timeout"] = sent.timeout_ns / SECOND
         if sent.resumes and call.source is not None:
             own[FIELD] = call.source.told.resume()
-        contents = {
-            Side.PREFILL: with_fields(own, call.content),
-            Side.DECODE: with_fields(own | call.decode_fields, call.content),
-        }
+        content = with_fields(own, call.content)
         headers = call.headers | {"x-request-timeout-ms": str(max(1, sent.timeout_ns // MILLISECOND))}
         headers |= {ASKS: "1"} if call.streams else {}
         now = Nanos(time.monotonic_ns())
@@ -305,7 +302,7 @@ class RouterShell:
                 call, upstream, worker, now, span=call.span.child(half.value, now, is_call=True)
             )
             call.connections[half] = connection
-            connection.task = self._spawn(self._run(connection, contents[half], headers | connection.span.headers))
+            connection.task = self._spawn(self._run(connection, content, headers | connection.span.headers))
 
     def _cancel(self, connection: UpstreamConnection) -> None:
         assert connection.task is not None
