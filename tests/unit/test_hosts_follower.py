@@ -1,6 +1,7 @@
 """A host that is not node rank 0: it and its workers are watched from node rank 0, which is in the test's hand."""
 
 import asyncio
+import contextlib
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -456,3 +457,15 @@ def test_node_rank_0_at_what_is_no_name_is_dialled_until_it_is_given_up(play: Ca
         assert why.startswith("node rank 0 at a..b:5000 has not let node rank 1 in until --dist-timeout: ")
 
     play(story, dist_init_addr="a..b:5000", dist_timeout=0.0)
+
+
+def test_another_program_at_the_address_of_node_rank_0_is_told_from_a_host(play: Callable[..., None]) -> None:
+    """Whatever the length is that its first bytes would be."""
+
+    async def story(here: World) -> None:
+        sock, _ = await asyncio.get_running_loop().sock_accept(here.listener)
+        with contextlib.closing(sock):
+            await asyncio.get_running_loop().sock_sendall(sock, b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            assert "until --dist-timeout: who answers there is no host of this server (" in await failure(here.running)
+
+    play(story, dist_timeout=0.0)

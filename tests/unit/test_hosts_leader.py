@@ -427,6 +427,20 @@ def test_of_too_many_who_prove_nothing_the_first_gives_way(monkeypatch: pytest.M
     asyncio.run(story())
 
 
+def test_of_who_says_nothing_the_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(leader, "HANDSHAKE_S", 0.01)
+
+    async def story() -> None:
+        async with world() as here:
+            monkeypatch.setattr(leader.logger, "warning", lambda line, *words: lines.append(line % words))
+            with contextlib.closing(socket.create_connection(here.listener.getsockname())):
+                await until(lambda: bool(lines))
+        assert lines == ["who came from 127.0.0.1 has not joined: no word within 0.01 s"]
+
+    asyncio.run(story())
+
+
 def test_who_is_no_member_is_closed_and_who_has_gone_is_forgotten() -> None:
     async def story() -> None:
         async with world() as here:

@@ -147,7 +147,9 @@ class Follower:
                 raise ServerFailure(f"{self._leader} {error}") from None
             except TimeoutError:
                 answer, why = None, "no answer"
-            except (OSError, UnicodeError, ChannelClosed, MalformedFrame) as error:  # UnicodeError: of what is no name
+            except MalformedFrame as error:
+                answer, why = None, f"who answers there is no host of this server ({error})"
+            except (OSError, UnicodeError, ChannelClosed) as error:  # UnicodeError: of what is no name
                 answer, why = None, str(error)
             if isinstance(answer, Welcome) and connection is not None:
                 return connection

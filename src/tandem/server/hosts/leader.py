@@ -276,7 +276,8 @@ class Leader:
                 await connection.say(Here())
                 first = await connection.hear()
         except (ChannelClosed, MalformedFrame, TimeoutError) as error:
-            logger.warning("who came from %s is no host of this server: %s", address, error)
+            why = str(error) or f"no word within {HANDSHAKE_S:g} s"
+            logger.warning("who came from %s has not joined: %s", address, why)
             connection.close()
             return
         except asyncio.CancelledError:
