@@ -335,6 +335,14 @@ class ServerConfig(DoorConfig):
         return self.cut.num_shards * self.dp_size
 
     @property
+    def sizes(self) -> str:
+        """The flags whose product `num_workers` is."""
+        if self.enable_dp_attention:
+            return f"--dp-size {self.dp_size}"
+        context = f" x --attn-cp-size {self.attn_cp_size}" if self.attn_cp_size > 1 else ""
+        return f"--tp-size {self.tp_size} x --pp-size {self.pp_size}{context} x --dp-size {self.dp_size}"
+
+    @property
     def cut(self) -> Cut:
         """Of one replica."""
         return Cut(self.replica_tp_size, self.pp_size, self.attn_cp_size)

@@ -24,6 +24,8 @@ class Spread(Protocol):
     @property
     def num_workers(self) -> int: ...
     @property
+    def sizes(self) -> str: ...
+    @property
     def host(self) -> str: ...
     @property
     def role(self) -> str: ...
@@ -67,8 +69,7 @@ def complaints(config: Spread) -> list[str]:
         found.append(f"--node-rank must be from 0 to {config.nnodes - 1}, one less than --nnodes")
     if config.num_workers % config.nnodes:
         found.append(
-            f"{config.num_workers} workers (--tp-size x --pp-size x --dp-size) cannot be spread evenly over "
-            f"--nnodes {config.nnodes} hosts"
+            f"{config.num_workers} workers ({config.sizes}) cannot be spread evenly over --nnodes {config.nnodes} hosts"
         )
     if config.dist_timeout <= 0:
         found.append("--dist-timeout must be positive")

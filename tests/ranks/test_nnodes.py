@@ -216,7 +216,7 @@ def test_whichever_host_is_told_to_end_the_server_drains_on_all(tmp_path: Path, 
     [
         (("--nnodes", "2"), "--nnodes needs --dist-init-addr HOST:PORT"),
         (("--nnodes", "2", "--dist-init-addr", "a:b"), "--nnodes needs --dist-init-addr HOST:PORT"),
-        (("--nnodes", "2", "--tp", "3", "--dist-init-addr", "127.0.0.1:1"), "3 workers (--tp-size x --pp-size x"),
+        (("--nnodes", "2", "--tp", "3", "--dist-init-addr", "127.0.0.1:1"), "3 workers (--tp-size 3 x --pp-size 1 x"),
         (("--nnodes", "2", "--node-rank", "2", "--tp", "2", "--dist-init-addr", "127.0.0.1:1"), "must be from 0 to 1"),
         (("--node-rank", "1"), "go together: without --nnodes a server is on one host"),
         (("--nnodes", "2", "--tp", "2", "--dist-init-addr", "10.0.0.1:5000"), "needs --cluster-secret-file"),

@@ -203,6 +203,21 @@ def test_an_address_is_host_and_port(text: str, found: tuple[str, int] | None) -
     assert address(text) == found
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tp_size": 3}, "3 workers (--tp-size 3 x --pp-size 1 x --dp-size 1)"),
+        ({"attn_cp_size": 3}, "3 workers (--tp-size 1 x --pp-size 1 x --attn-cp-size 3 x --dp-size 1)"),
+        ({"tp_size": 3, "dp_size": 3, "enable_dp_attention": True}, "3 workers (--dp-size 3)"),
+    ],
+)
+def test_workers_that_cannot_be_spread_evenly_are_told_with_the_flags_that_make_them(
+    sizes: dict[str, int], said: str
+) -> None:
+    config = ServerConfig("m", nnodes=2, dist_init_addr="127.0.0.1:5000", **sizes)  # type: ignore[arg-type]  # flags of any type
+    assert violations(config) == [f"{said} cannot be spread evenly over --nnodes 2 hosts"]
+
+
 def test_a_server_on_hosts_that_others_reach_needs_a_secret_and_addresses() -> None:
     config = ServerConfig("m", tp_size=2, nnodes=2, dist_init_addr="10.0.0.1:5000", disaggregation_mode="prefill")
     assert violations(config) == [

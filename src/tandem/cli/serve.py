@@ -107,10 +107,7 @@ def more_workers_than_cores(config: ServerConfig) -> str | None:
     num_cores = cgroups.num_cores()
     if config.num_workers_here <= num_cores:
         return None
-    context = f" x --attn-cp-size {config.attn_cp_size}" if config.attn_cp_size > 1 else ""
-    sizes = f"--tp-size {config.replica_tp_size} x --pp-size {config.pp_size}{context} x --dp-size {config.dp_size}"
-    if config.nnodes > 1:
-        sizes += f" / --nnodes {config.nnodes}"
+    sizes = config.sizes if config.nnodes == 1 else f"{config.sizes} / --nnodes {config.nnodes}"
     return (
         f"{config.num_workers_here} workers ({sizes}) share {num_cores} cores: "
         "they wait for each other and are slower than fewer"
