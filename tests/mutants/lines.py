@@ -5855,8 +5855,8 @@ OTHERS = (
     Break(
         "decode_is_not_told_the_rank_of_a_header",
         "server/router/shell.py",
-        'fields_of_decode(body, headers.get("x-data-parallel-rank")),',
-        "fields_of_decode(body),",
+        'rank_fields(body, headers.get("x-data-parallel-rank")),',
+        "rank_fields(body),",
         "e2e_cpu/test_router_http.py::test_decode_is_told_the_rank_that_a_header_has_chosen_for_its_prefill",
     ),
     Break(
@@ -7505,6 +7505,34 @@ OTHERS = (
         "    model.generation_config.eos_token_id = gguf_tokenizer.ends(said) or None",
         "    assert model.generation_config",
         "e2e_cpu/test_gguf.py::test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means",
+    ),
+    Break(
+        "a_rank_that_our_router_says_to_both_halves_contradicts_no_room",
+        "server/router/shell.py",
+        "own = sent.pair.fields() | call.rank_fields",
+        "own = sent.pair.fields()",
+        "ranks/test_dp_ranks.py::test_a_rank_that_our_router_says_to_both_halves_contradicts_no_room",
+    ),
+    Break(
+        "of_who_says_nothing_the_log_says_so",
+        "server/hosts/leader.py",
+        'why = str(error) or f"no word within {HANDSHAKE_S:g} s"',
+        "why = str(error)",
+        "unit/test_hosts_leader.py::test_of_who_says_nothing_the_log_says_so",
+    ),
+    Break(
+        "another_program_at_the_address_of_node_rank_0_is_told_from_a_host",
+        "server/hosts/follower.py",
+        'answer, why = None, f"who answers there is no host of this server ({error})"',
+        "answer, why = None, str(error)",
+        "unit/test_hosts_follower.py::test_another_program_at_the_address_of_node_rank_0_is_told_from_a_host",
+    ),
+    Break(
+        "workers_that_cannot_be_spread_evenly_are_told_with_the_flags_that_make_them",
+        "config.py",
+        'return f"--dp-size {self.dp_size}"',
+        "pass",
+        "unit/test_hosts.py::test_workers_that_cannot_be_spread_evenly_are_told_with_the_flags_that_make_them",
     ),
 )
 
