@@ -8,11 +8,13 @@ A grammar travels as the text that `from_json_schema` and its neighbours return.
 """
 
 import json
+import math
 import re
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any  # JSON schemas
@@ -54,11 +56,20 @@ NAMES = {
 # below does, ends the process inside llguidance where it is a value in a schema.
 NEGATIVE = re.compile(r"(?:^|[\s\[,:]|\\[nrt])(-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\w)")
 LEAST_INTEGER = -(2.0**63)
+# What a number has to be a multiple of. For it llguidance visits all remainders that there are, which none of its
+# limits counts: of a million that takes seconds, for which everybody waits where the grammar is followed. Of round
+# numbers, with one or two digits before their zeros, it visits few. What is too large it refuses itself.
+MULTIPLE = re.compile(r'multipleOf\\*"(?:\s|\\[nrt])*:(?:\s|\\[nrt])*(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)')
+ASCII_ESCAPE = re.compile(r"\\+u00([0-7][0-9A-Fa-f])")
+MOST_REMAINDERS = 100_000
+THREE_DIGITS = 100
+TOO_LARGE = 1e20
 # Of a regular expression, what llguidance does not follow: looking around, and back to a group.
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]")
 BAD_REGEX = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+\nerror: (.*)")
 TOO_WIDE = re.compile(r"Current row has (\d+) items; max is (\d+)")
 UNKNOWN_RULE = re.compile(r"Rule '(.+)' not found")
+TOO_MANY_REMAINDERS = f"multipleOf: more than {MOST_REMAINDERS} remainders, of all numbers together"
 BEYOND_INTEGERS = "a number below -2**63, or next to it, cannot be followed"
 
 
@@ -89,7 +100,8 @@ def _is_strange(key: str, value: Any) -> bool:
 
 
 def _without_looks(schema: Any) -> Any:
-    """The schema without patterns that look around, as pydantic has one for decimal numbers."""
+    """The schema without patterns that look around, as pydantic has one for decimal numbers, and without what has too
+    many multiples to be looked at."""
     if isinstance(schema, list):
         return [_without_looks(each) for each in schema]
     if not isinstance(schema, dict):
@@ -97,8 +109,14 @@ def _without_looks(schema: Any) -> Any:
     return {
         key: each if key in VALUES else _without_looks(each)
         for key, each in schema.items()
-        if not (key == "pattern" and isinstance(each, str) and _looks_around(each))
+        if not _is_beyond(key, each)
     }
+
+
+def _is_beyond(key: str, value: Any) -> bool:
+    if key == "multipleOf" and isinstance(value, int | float):
+        return has_too_many_remainders(json.dumps({key: value}))
+    return key == "pattern" and isinstance(value, str) and _looks_around(value)
 
 
 def _looks_around(pattern: str) -> bool:
@@ -151,6 +169,20 @@ def from_parts(lark: str, parts: dict[str, str]) -> str:
 
 def ends_the_process(grammar: str) -> bool:
     return any(float(found) <= LEAST_INTEGER for found in NEGATIVE.findall(grammar))
+
+
+def has_too_many_remainders(grammar: str) -> bool:
+    """All numbers count together, as if a value had to be a multiple of each."""
+    plain = ASCII_ESCAPE.sub(lambda found: chr(int(found[1], 16)), grammar)
+    given = {abs(float(found)) for found in MULTIPLE.findall(plain)}
+    steps = [Decimal(repr(step)).normalize() for step in given if 1 / TOO_LARGE < step < TOO_LARGE]
+    places = max((0, *(-int(step.as_tuple().exponent) for step in steps)))
+    together = 1
+    for step in steps:
+        together = math.lcm(together, int(step.scaleb(places)))
+        if together > MOST_REMAINDERS and int(str(together).rstrip("0")) >= THREE_DIGITS:
+            return True
+    return False
 
 
 def quoted(text: str) -> str:
@@ -253,6 +285,8 @@ class Vocabulary:
         """What `check` would raise, of a grammar that nobody will use; empty when nothing is wrong."""
         if ends_the_process(grammar):
             return BEYOND_INTEGERS
+        if has_too_many_remainders(grammar):
+            return TOO_MANY_REMAINDERS
         return in_one_line(LLMatcher.validate_grammar(grammar, self._tokenizer))
 
     def matcher(self, grammar: str, *, eos_ids: Iterable[int], ignores_eos: bool = False) -> "Matcher":
@@ -269,6 +303,8 @@ class Vocabulary:
                 return found
         if ends_the_process(grammar):
             raise GrammarError(BEYOND_INTEGERS)
+        if has_too_many_remainders(grammar):
+            raise GrammarError(TOO_MANY_REMAINDERS)
         made = LLMatcher(self._tokenizer, grammar, log_level=0)
         with self._lock:
             self._compiled[grammar] = made

@@ -408,6 +408,43 @@ def test_other_large_integers_compile(value: int) -> None:
     vocabulary().check(grammar.from_json_schema({"type": "integer", "const": value}))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 999_983},
+        {"multipleOf": 123_456.789},
+        {"multipleOf": 2**30},
+        {"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]},
+        {"anyOf": [{"type": "integer", "multipleOf": 9973}, {"type": "integer", "multipleOf": 9967}]},
+    ],
+)
+def test_a_schema_whose_multiples_take_llguidance_seconds_is_refused_wherever_it_stands(schema: dict) -> None:
+    """Nothing else would end it: its limits do not count remainders."""
+    escaped = json.dumps(schema).replace("multiple", r"\u006dultiple")
+    for made in (
+        grammar.from_json_schema({"type": "object", "properties": {"a": {"items": schema}}}),
+        grammar.from_lark(f"start: %json {json.dumps(schema)}"),
+        grammar.from_lark(f"start: %json {json.dumps(schema, indent=1)}"),
+        grammar.from_lark(f"start: %json {escaped}"),
+    ):
+        with pytest.raises(GrammarError, match="remainders"):
+            vocabulary().check(made)
+        assert "remainders" in vocabulary().complaint(made)
+
+
+def test_such_multiples_bound_nothing_where_that_may_be() -> None:
+    schema = {"type": "object", "properties": {"multipleOf": {"type": "integer", "multipleOf": 999_983}}}
+    it = matcher(grammar.from_json_schema(schema, is_lenient=True))
+    follow(it, '{"multipleOf": 7}')
+    assert it.is_finished
+
+
+@pytest.mark.parametrize("steps", [(0.01, 0.5, 12), (5_000_000,), (25_000,), (86_400,), (60, 3600, 7), (1e-7,)])
+def test_multiples_that_are_asked_for_are_followed(steps: tuple[float, ...]) -> None:
+    properties = {f"a{at}": {"type": "number", "multipleOf": step} for at, step in enumerate(steps)}
+    vocabulary().check(grammar.from_json_schema({"type": "object", "properties": properties}))
+
+
 def test_such_a_number_in_a_text_is_text() -> None:
     vocabulary().check(grammar.from_json_schema({"enum": ["order-12345678901234567890", "-9223372036854775808x"]}))
 
