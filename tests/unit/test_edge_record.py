@@ -1,10 +1,12 @@
 """What the edge has decided is decided again from its record."""
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tandem.cli.main import main
 from tandem.core.commands import FailRequest
 from tandem.core.request import Request
 from tandem.core.values import SECOND, Cause, Nanos, RequestId, Room
@@ -103,6 +105,38 @@ def test_another_decision_is_found_at_its_call(tmp_path: Path, monkeypatch: pyte
     difference = EDGE.replay(path).difference
     assert difference is not None
     assert difference.step == edge.num_calls - 1  # the last look finds nobody to give up
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_the_command_says_which_decision_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    edge = Edge()
+    edge.story()
+    path = edge.write(tmp_path)
+    monkeypatch.setattr("tandem.server.api.live_requests.SILENCE_GRACE_NS", 1000 * SECOND)
+    assert main(["replay", str(path), *flags]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    if flags:
+        (found,) = json.loads(printed.out)["segments"]
+        assert (found["step"], found["identical"]) == (edge.num_calls - 1, False)
+        assert found["expected"] != found["got"]
+    else:
+        assert f"DIFFERENT at step {edge.num_calls - 1}" in printed.out
+
+
+def test_a_folder_is_replayed_to_its_end_whatever_one_file_of_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edge = Edge()
+    edge.story()
+    edge.write(tmp_path)
+    (tmp_path / "fault-edge-0-1-000000.tandem").write_bytes(b"")
+    assert main(["replay", str(tmp_path)]) == 1
+    broken, whole = capsys.readouterr().out.splitlines()
+    assert "ends before" in broken
+    assert whole.endswith("identical")
 
 
 def test_a_call_that_raises_is_on_record_and_what_follows_is_recorded_anew(tmp_path: Path) -> None:

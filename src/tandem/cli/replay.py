@@ -106,7 +106,16 @@ def compare(records: list[Record], *, as_json: bool) -> int:
     segments: list[dict[str, object]] = []
     wholes: list[dict[str, object]] = []
     for record in records:
-        results = list(each_alone(record))
+        try:
+            results = list(each_alone(record))
+        except (BrokenRecord, StepRaised) as error:
+            if len(records) == 1:
+                raise
+            wholes.append(
+                {"name": record.name, "segments": len(record.segments), "error": str(error), "identical": False}
+            )
+            say(f"{record.name}: {error}", as_json=as_json)
+            continue
         for path, result in results:
             segments.append({"file": str(path), **_told(result)})
             say(f"{path}: {_text(result)}", as_json=as_json)
@@ -145,7 +154,7 @@ def _told(result: Replay) -> dict[str, object]:
     difference = result.difference
     if difference is None:
         return {**found, "identical": True}
-    sides = {"expected": readable(difference.expected), "got": readable(difference.got)}
+    sides = {"expected": shown_frame(difference.expected), "got": shown_frame(difference.got)}
     return {**found, "identical": False, "step": difference.step, **sides}
 
 
