@@ -7,17 +7,18 @@ nothing of a matcher's state travels, and a matcher can be made anew wherever th
 A grammar travels as the text that `from_json_schema` and its neighbours return. No torch here: the API process uses it.
 """
 
+import _thread
 import json
 import math
 import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
-from typing import Any  # JSON schemas
+from typing import Any, TypeVar  # JSON schemas
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -32,6 +33,10 @@ MOST_TEXTS = 4096  # whose tokens a process remembers
 LONGEST_TEXT = 256  # of them
 FEW_TOKENS = 4096  # of a vocabulary that llguidance had better not slice
 NO_TOKEN = -1
+# llguidance follows rules that name rules, and references in a schema, by recursion: a few thousand of them, one behind
+# the other, are more than the stack of a thread (8 MiB) holds, which ends the process. This holds as many as the
+# longest grammar has; of it the system gives what is touched.
+DEEP_STACK_BYTES = 256 << 20
 # Between two tokens of JSON. Where more may come, a model that prefers spaces to an answer says nothing else.
 WHITESPACE = r" ?"
 # A pattern of nothing else. What could also begin a value, or end one, might be ahead for ever (`UNFORCED`).
@@ -71,6 +76,9 @@ TOO_WIDE = re.compile(r"Current row has (\d+) items; max is (\d+)")
 UNKNOWN_RULE = re.compile(r"Rule '(.+)' not found")
 TOO_MANY_REMAINDERS = f"multipleOf: more than {MOST_REMAINDERS} remainders, of all numbers together"
 BEYOND_INTEGERS = "a number below -2**63, or next to it, cannot be followed"
+
+Result = TypeVar("Result")
+deep_stack = _thread.allocate_lock()  # the size is that of all threads that are started meanwhile
 
 
 class GrammarError(ValueError):
@@ -185,6 +193,36 @@ def has_too_many_remainders(grammar: str) -> bool:
     return False
 
 
+def on_deep_stack(function: Callable[[], Result]) -> Result:
+    """`function()`, in a thread of its own, which is a real one in a simulation, too. Raises GrammarError where the
+    system has none."""
+    found: list[Result] = []
+    failed: list[BaseException] = []
+    ended = _thread.allocate_lock()
+    ended.acquire()
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except BaseException as error:  # a panic of the library's is none of Exception
+            failed.append(error)
+        finally:
+            ended.release()
+
+    with deep_stack:
+        before = _thread.stack_size(DEEP_STACK_BYTES)
+        try:
+            _thread.start_new_thread(run, ())
+        except RuntimeError as error:
+            raise GrammarError(f"it cannot be compiled at the moment: {error}") from None
+        finally:
+            _thread.stack_size(before)
+    ended.acquire()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
 def quoted(text: str) -> str:
     """As Lark writes a literal."""
     return json.dumps(text, ensure_ascii=False)
@@ -287,7 +325,7 @@ class Vocabulary:
             return BEYOND_INTEGERS
         if has_too_many_remainders(grammar):
             return TOO_MANY_REMAINDERS
-        return in_one_line(LLMatcher.validate_grammar(grammar, self._tokenizer))
+        return in_one_line(on_deep_stack(lambda: LLMatcher.validate_grammar(grammar, self._tokenizer)))
 
     def matcher(self, grammar: str, *, eos_ids: Iterable[int], ignores_eos: bool = False) -> "Matcher":
         made = self._matcher(grammar).deep_copy()
@@ -305,7 +343,7 @@ class Vocabulary:
             raise GrammarError(BEYOND_INTEGERS)
         if has_too_many_remainders(grammar):
             raise GrammarError(TOO_MANY_REMAINDERS)
-        made = LLMatcher(self._tokenizer, grammar, log_level=0)
+        made = on_deep_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0))
         with self._lock:
             self._compiled[grammar] = made
             while len(self._compiled) > MOST_COMPILED:

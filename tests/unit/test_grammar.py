@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache, lru_cache
 
 import numpy as np
@@ -181,6 +182,39 @@ def test_an_object_of_too_many_optional_properties_is_refused_before_its_first_b
 def test_an_answer_may_be_empty() -> None:
     vocabulary().check(grammar.from_regex(""))
     vocabulary().check(grammar.from_ebnf('root ::= ""'))
+
+
+def chained(number: int) -> str:
+    return "start: r0\n" + "\n".join(f"r{at}: r{at + 1}" for at in range(number)) + f'\nr{number}: "b"'
+
+
+def referring(number: int, refer: Callable[[str], dict]) -> dict:
+    links = {f"a{at}": refer(f"#/$defs/a{at + 1}") for at in range(number)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{number}": {"const": "b"}}}
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (grammar.from_ebnf(chained(5000)), "b"),
+        (grammar.from_json_schema(referring(2500, lambda to: {"$ref": to})), '"b"'),
+        (grammar.from_json_schema(referring(1500, lambda to: {"allOf": [{"$ref": to}]})), '"b"'),
+    ],
+)
+def test_rules_behind_rules_end_no_process_however_many_there_are(made: str, text: str) -> None:
+    """On the stack of a usual thread llguidance would: so another process is the first to do it."""
+    code = f"""if True:
+        import sys
+        from pathlib import Path
+        from tandem.grammar import Vocabulary
+        it, made = Vocabulary(Path({str(BUNDLED / "tokenizer.json")!r}), size={SIZE}), sys.stdin.read()
+        assert it.complaint(made) == ""
+        it.check(made)
+    """
+    subprocess.run([sys.executable, "-c", code], input=made, text=True, timeout=HUNG_S, check=True)
+    it = matcher(made)
+    follow(it, text)
+    assert it.is_finished
 
 
 def test_empty_lines_cost_no_more_than_other_characters() -> None:
