@@ -7061,8 +7061,8 @@ OTHERS = (
     Break(
         "node_rank_0_at_what_is_no_name_is_dialled_until_it_is_given_up",
         "server/hosts/follower.py",
-        "except (OSError, UnicodeError, ChannelClosed, MalformedFrame) as error:  # UnicodeError: of what is no name",
-        "except (OSError, ChannelClosed, MalformedFrame) as error:",
+        "except (OSError, UnicodeError, ChannelClosed) as error:  # UnicodeError: of what is no name",
+        "except (OSError, ChannelClosed) as error:",
         "unit/test_hosts_follower.py::test_node_rank_0_at_what_is_no_name_is_dialled_until_it_is_given_up",
     ),
     Break(
@@ -7533,6 +7533,48 @@ OTHERS = (
         'return f"--dp-size {self.dp_size}"',
         "pass",
         "unit/test_hosts.py::test_workers_that_cannot_be_spread_evenly_are_told_with_the_flags_that_make_them",
+    ),
+    Break(
+        "rules_behind_rules_end_no_process_however_many_there_are",
+        "grammar.py",
+        "DEEP_STACK_BYTES = 256 << 20",
+        "DEEP_STACK_BYTES = 8 << 20",
+        "unit/test_grammar.py::test_rules_behind_rules_end_no_process_however_many_there_are",
+    ),
+    Break(
+        "a_schema_whose_multiples_take_llguidance_seconds_is_refused_wherever_it_stands",
+        "grammar.py",
+        "            return TOO_MANY_REMAINDERS",
+        '            return ""',
+        "unit/test_grammar.py::test_a_schema_whose_multiples_take_llguidance_seconds_is_refused_wherever_it_stands",
+    ),
+    Break(
+        "such_multiples_bound_nothing_where_that_may_be",
+        "grammar.py",
+        'if key == "multipleOf" and isinstance(value, int | float):',
+        "if False:",
+        "unit/test_grammar.py::test_such_multiples_bound_nothing_where_that_may_be",
+    ),
+    Break(
+        "multiples_that_are_asked_for_are_followed",
+        "grammar.py",
+        'int(str(together).rstrip("0")) >= THREE_DIGITS',
+        "True",
+        "unit/test_grammar.py::test_multiples_that_are_asked_for_are_followed",
+    ),
+    Break(
+        "the_command_says_which_decision_is_another_one",
+        "cli/replay.py",
+        '"expected": shown_frame(difference.expected)',
+        '"expected": readable(difference.expected)',
+        "unit/test_edge_record.py::test_the_command_says_which_decision_is_another_one",
+    ),
+    Break(
+        "a_folder_is_replayed_to_its_end_whatever_one_file_of_it_is",
+        "cli/replay.py",
+        "if len(records) == 1:",
+        "if True:",
+        "unit/test_edge_record.py::test_a_folder_is_replayed_to_its_end_whatever_one_file_of_it_is",
     ),
 )
 
