@@ -84,6 +84,23 @@ def test_parts_of_text_are_joined_and_a_last_message_can_be_continued() -> None:
     assert prompt_of(w.node.submits[0]) == ids("<s>user:a\nb</s><s>assistant:Once")
 
 
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_a_part_of_text_is_one_by_the_name_of_either_api(kind: str) -> None:
+    turn = {"role": "user", "content": [{"type": kind, "text": "a"}]}
+    with (w := world()).http() as http:
+        for path, field in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+            response = http.post(path, json={field: [turn]})
+            assert response.status_code == 200, response.text
+    assert [prompt_of(it) for it in w.node.submits] == [ids("<s>user:a</s><s>assistant:")] * 2
+
+
+def test_a_part_may_be_a_bare_text() -> None:
+    with (w := world()).http() as http:
+        body = {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+    assert prompt_of(w.node.submits[0]) == ids("<s>user:a\nb</s><s>assistant:")
+
+
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [

@@ -141,15 +141,15 @@ def test_a_token_that_only_the_tokenizer_has_is_refused(task: Task, path: str, b
     [
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "hi"}]}]},
             "null",
             "only parts of type text",
         ),
         (
             "/v1/responses",
-            {"input": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
             "null",
-            "only input_text and output_text",
+            "only text, input_text, output_text",
         ),
         (
             "/v1/chat/completions",

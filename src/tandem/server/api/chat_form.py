@@ -37,6 +37,7 @@ from tandem.server.api.tool_parsers.table import ToolFormat, format_for
 MAX_NAME_CHARS = 128
 NAME = r"^[^\x00-\x1f\x7f-\x9f]*$"  # of a function: no control characters
 AUTO, REQUIRED, NONE = "auto", "required", "none"
+TEXT_PARTS = ("text", "input_text", "output_text")  # whichever of OpenAI's APIs a part was written for, as vLLM has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +335,9 @@ def text_of_refusal(message: dict[str, Any]) -> str:
 
 def text_of_part(part: Any) -> str:
     match part:
-        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+        case str(text) | {"type": "refusal", "refusal": str(text)}:
+            return text
+        case {"type": kind, "text": str(text)} if kind in TEXT_PARTS:
             return text
         case _:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__

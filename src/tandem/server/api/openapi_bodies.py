@@ -20,7 +20,7 @@ from tandem.server.api.body import (
     TokenizeBody,
 )
 from tandem.server.api.bounds import MAX_LOGPROB_IDS, MAX_PROMPTS, MAX_RID_CHARS, MAX_TOOLS
-from tandem.server.api.chat_form import AUTO, MAX_NAME_CHARS, NONE, REQUIRED
+from tandem.server.api.chat_form import AUTO, MAX_NAME_CHARS, NONE, REQUIRED, TEXT_PARTS
 from tandem.server.api.chat_form import NAME as NAME_PATTERN
 from tandem.server.api.limits import Task
 from tandem.server.api.messages import KEPT_THOUGHTS, MessagesBody
@@ -42,6 +42,7 @@ PART: Schema = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
+TEXT_PART: Schema = PART | {"properties": {"type": {"enum": list(TEXT_PARTS)}, "text": {"type": "string"}}}
 REFUSAL: Schema = {
     "type": "object",
     "required": ["type", "refusal"],
@@ -52,7 +53,7 @@ MESSAGE: Schema = {
     "required": ["role"],
     "properties": {
         "role": {"type": "string"},
-        "content": {"type": ["string", "array", "null"], "items": {"anyOf": [PART, REFUSAL]}},
+        "content": {"type": ["string", "array", "null"], "items": {"anyOf": [TEXT_PART, REFUSAL, {"type": "string"}]}},
         "tool_calls": {
             "type": ["array", "null"],
             "items": {
@@ -91,7 +92,7 @@ ITEM: Schema = {
         "role": {"enum": list(ROLES)},
         "content": {
             "type": ["string", "array"],
-            "items": PART | {"properties": {"type": {"const": "input_text"}, "text": {"type": "string"}}},
+            "items": TEXT_PART,
         },
     },
 }

@@ -27,7 +27,7 @@ from tandem.server.api.bounds import (
     NewTokens,
     ResponseId,
 )
-from tandem.server.api.chat_form import MAX_NAME_CHARS, ChatForm
+from tandem.server.api.chat_form import MAX_NAME_CHARS, TEXT_PARTS, ChatForm
 from tandem.server.api.errors import Refusal, contradiction, invalid
 from tandem.server.api.foreign_fields import NOTHING, handled
 from tandem.server.api.limits import ModelLimits
@@ -42,7 +42,6 @@ SEALED_THOUGHTS = "reasoning.encrypted_content"
 SEAL = "tandem:"
 BETWEEN = "__"  # a namespace and the name of a function of it
 MAX_PART_CHARS = (MAX_NAME_CHARS - len(BETWEEN)) // 2  # of either
-TEXT_PARTS = ("input_text", "output_text")
 
 
 class TextConfig(Struct, kw_only=True):
@@ -308,7 +307,7 @@ def text_of(content: Any, place: str) -> str:
             case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case {"type": str(kind)} if kind not in (*TEXT_PARTS, "refusal"):
-                raise unsupported("input", f" with content of type {kind[:40]!r}; only {' and '.join(TEXT_PARTS)}")
+                raise unsupported("input", f" with content of type {kind[:40]!r}; only {', '.join(TEXT_PARTS)}")
             case _:
                 raise invalid("input", f"{place} has content that is no part with a type and a text")
     return "\n".join(texts)
