@@ -79,6 +79,7 @@ def test_the_models_of_all_pairs_are_listed_and_shown_one_by_one() -> None:
             ("both", made.decodes[0].url),
             ("b", made.decodes[1].url),
         ]
+        assert CLIENT.get(made.url + "/v1/models/").json() == listed
         made.decodes[1].seen.clear()
         CLIENT.get(made.url + "/v1/models/b")
         assert "/v1/models/b" in [seen.path for seen in made.decodes[1].seen]

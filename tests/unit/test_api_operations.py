@@ -140,6 +140,11 @@ def test_model_info_and_models_describe_the_model() -> None:
         assert http.get("/v1/models/other").status_code == 404
 
 
+def test_models_without_a_name_are_all_of_them() -> None:
+    with world(served_model_name="small").http() as http:
+        assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+
+
 def test_the_model_card_names_the_dialect_by_which_gateways_pair_servers() -> None:
     """smg takes who has both /version and /server_info for a vLLM, which is paired in another way."""
     with world().http() as http:

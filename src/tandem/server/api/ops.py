@@ -154,6 +154,8 @@ class Ops:
 
     async def one_model(self, request: Request) -> Response:
         from_path = request.path_params["id"]
+        if not from_path:  # who joins a base and a path may leave a slash behind it
+            return await self.models(request)
         check_model(from_path, self._config)
         return json_response(self._card())
 

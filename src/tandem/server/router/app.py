@@ -188,7 +188,7 @@ class RouterApp:
             Route("/version", self._version),
             Route("/metrics", self._export),
             Route("/v1/models", self._models),
-            self._proxied("/v1/models/{id:path}", ONE_MODEL),
+            Route("/v1/models/{id:path}", self._one_model),
             *WorkerPages(self.router, self._shell).routes(),
             Route("/openapi.json", self._openapi),
             *(self._proxied(path, MODEL_INFO) for path in ("/model_info", "/get_model_info")),
@@ -308,6 +308,10 @@ class RouterApp:
                     told.setdefault(str(model.get("id")), model)
         data = [told[name] for name in paired if name in told]
         return passed_on({"object": "list", "data": data, "has_more": False})
+
+    async def _one_model(self, request: Request) -> Response:
+        """All of them where it has no name, as on the workers."""
+        return await (self._to_decode(request, ONE_MODEL) if request.path_params["id"] else self._models(request))
 
     async def _ask(
         self, worker: RegisteredWorker, request: Request, page: WorkerRoute, body: bytes = b""
