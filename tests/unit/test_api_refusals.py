@@ -64,6 +64,7 @@ BAD_CHATS = [
     ({"input_ids": [1, 2]}, "input_ids"),  # SGLang's: instead of what the template makes
 ]
 GOOD_CHATS = [
+    {"prediction": {"type": "content", "content": "Hello!"}},  # which may make an answer sooner, and never another one
     {"tools": []},
     {"tools": None},
     {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},

@@ -177,7 +177,6 @@ class ChatBody(OpenAIBody, kw_only=True):
     continue_final_message: bool | None = None
     modalities: list[str] | None = None
     audio: Raw = NOTHING
-    prediction: Raw = NOTHING
     web_search_options: Raw = NOTHING
     chat_template: Raw = NOTHING
     documents: Raw = NOTHING
