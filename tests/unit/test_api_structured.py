@@ -59,6 +59,7 @@ ASKED = [
     ({"response_format": {"type": "json_object"}}, ["{}", '{"a": [1, 2]}'], ["[1]", "x"]),
     ({"response_format": {"type": "json_object", "schema": PERSON}}, YES, NO),
     ({"response_format": {"type": "json_object", "schema": {}}}, ["{}"], ["[]"]),
+    ({"response_format": {"type": "json_object", "value": PERSON}}, YES, NO),
     ({"guided_json": PERSON}, YES, NO),
     ({"guided_json": {"$id": "Output Format"} | PERSON}, YES, NO),
     ({"guided_json": json.dumps(PERSON)}, YES, NO),

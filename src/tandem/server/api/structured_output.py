@@ -104,12 +104,13 @@ def are_same(one: StructuredOutputs, other: StructuredOutputs) -> bool:
 
 
 def format_constraints(format: dict[str, Any]) -> Iterator[Constraint]:
-    """OpenAI's `response_format`, and the schema beside `json_object` that llama.cpp and Together AI read."""
+    """OpenAI's `response_format`, and the schema beside `json_object` that llama.cpp and Together AI read. TGI calls it
+    `value`, and Hugging Face's client makes that of every `json_schema`."""
     match format.get("type", "text"):
         case "text":
             return
         case "json_object":
-            yield schema_constraint("response_format", format.get("schema") or ANY_OBJECT)
+            yield schema_constraint("response_format", format.get("value") or format.get("schema") or ANY_OBJECT)
         case "json_schema":
             named = format.get("json_schema")
             if not isinstance(named, dict):
