@@ -97,9 +97,20 @@ PROGRAMS = (
         environment="reverse-proxies",
         debian=True,
     ),
+    Program(
+        "load generators",
+        (
+            *("apache2-utils", "libapr1", "libaprutil1", "wrk", "libluajit-5.1-2", "hey"),
+            *("nghttp2-client", "libjemalloc2", "libev4"),
+        ),
+        ("load_generators.py",),
+        environment="load-generators",
+        debian=True,
+    ),
     Program("lm-eval", ("lm-eval[api]==0.4.13", "transformers", TORCH), ("lm_eval_client.py",)),
     Program("sglang frontend language", SGLANG, ("sglang_frontend_client.py",), environment="sglang-bench"),
     Program("google-adk", ("google-adk==2.13.0", "litellm==1.110.2"), ("google_adk_client.py",)),
+    Program("smolagents", ("smolagents[openai]==1.26.0", "huggingface_hub==2.4.0"), ("smolagents_client.py",)),
     Program("inspect-ai", ("inspect-ai==0.3.285", "openai==3.57.0"), ("inspect_client.py",)),
     Program(
         "Vercel AI SDK",
