@@ -7576,6 +7576,48 @@ OTHERS = (
         "if True:",
         "unit/test_edge_record.py::test_a_folder_is_replayed_to_its_end_whatever_one_file_of_it_is",
     ),
+    Break(
+        "a_schema_of_huggingfaces_client_is_not_read",
+        "server/api/structured_output.py",
+        'format.get("value") or ',
+        "",
+        "unit/test_api_structured.py::test_what_is_asked_for_bounds_the_answer",
+    ),
+    Break(
+        "a_part_of_text_is_one_by_the_name_of_either_api",
+        "server/api/chat_form.py",
+        '("text", "input_text", "output_text")',
+        '("text", "input_text")',
+        "unit/test_api_chat_and_completions.py::test_a_part_of_text_is_one_by_the_name_of_either_api",
+    ),
+    Break(
+        "a_part_may_be_a_bare_text",
+        "server/api/chat_form.py",
+        'case str(text) | {"type": "refusal"',
+        'case {"type": "refusal"',
+        "unit/test_api_chat_and_completions.py::test_a_part_may_be_a_bare_text",
+    ),
+    Break(
+        "models_without_a_name_are_all_of_them",
+        "server/api/ops.py",
+        "if not from_path:",
+        "if from_path is None:",
+        "unit/test_api_operations.py::test_models_without_a_name_are_all_of_them",
+    ),
+    Break(
+        "the_router_shows_one_model_where_none_is_named",
+        "server/router/app.py",
+        'ONE_MODEL) if request.path_params["id"] else',
+        "ONE_MODEL) if request.path_params else",
+        "e2e_cpu/test_router_models.py::test_the_models_of_all_pairs_are_listed_and_shown_one_by_one",
+    ),
+    Break(
+        "a_prediction_is_refused",
+        "server/api/body.py",
+        "    modalities: list[str] | None = None",
+        "    prediction: Raw = NOTHING",
+        "unit/test_api_refusals.py::test_an_acceptable_chat_request_is_answered",
+    ),
 )
 
 
