@@ -222,6 +222,29 @@ def test_every_choice_of_a_stream_goes_on_with_its_own_draws(it: Cluster) -> Non
     eventually(it.prefills[0].is_idle, what=it.prefills[0].state)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["the server", "its worker"])
+def test_streams_of_a_decode_that_hangs_go_on_with_another_one(it: Cluster, who: str) -> None:
+    """It is not over before the time for a pause of a stream is. A server that does not answer probes says nothing; of
+    a worker that stands still its server says it after half of the watchdog's time."""
+    assert it.unified is not None
+    names = [name for name in FORMS if name not in SEVERAL]
+    alone = {name: put_together(name, all_of(it.unified, name)) for name in names}
+    with cluster(prefills=1, decodes=2, flags=FLAGS, decode_flags=("--watchdog-timeout", "22")) as other:
+        assert other.router is not None
+        hanging = [
+            server.member.process.pid if who == "the server" else workers_of(server)[0] for server in other.decodes
+        ]
+        try:
+            answers = under_a_kill(
+                lambda: os.kill(hanging[0], signal.SIGSTOP), [Reading(other.router, name) for name in names]
+            )
+        finally:
+            os.kill(hanging[0], signal.SIGCONT)
+        assert [put_together(name, events) for name, events in answers] == [alone[name] for name in names]
+        assert resumed(other.router) >= 1
+
+
 def under_a_kill(kills: Callable[[], None], readings: list[Reading]) -> list[tuple[str, list[dict[str, Any]]]]:
     """What clients get whose streams have begun when somebody is killed."""
     with ThreadPoolExecutor(len(readings)) as pool:

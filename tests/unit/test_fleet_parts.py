@@ -36,7 +36,8 @@ def registry() -> WorkerRegistry:
 
 def probe(fleet: WorkerRegistry, result: ProbeResult, now: int) -> bool:
     assert fleet.due(Nanos(now)) == [W]
-    return fleet.probed(W, result, Nanos(now))
+    fleet.probed(W, result, Nanos(now))
+    return fleet.health(W) is Health.DEAD
 
 
 def test_a_worker_is_used_only_after_its_first_good_probe() -> None:

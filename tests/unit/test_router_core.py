@@ -78,6 +78,7 @@ class World:
         self.now = 0
         self.wake_at = 0
         self.mute: set[int] = set()  # workers that leave their probes unanswered
+        self.found: dict[int, ProbeResult] = {}  # by probes of workers that are not well
         self.tell()
 
     def tell(self, *events: RouterEvent) -> list[RouterCommand]:
@@ -90,7 +91,8 @@ class World:
             self.wake_at = effects.wake_at
             said += [command for command in effects.commands if not isinstance(command, Probe)]
             probes = [command.worker.id for command in effects.commands if isinstance(command, Probe)]
-            queue = [WorkerProbed(worker, ProbeResult.OK) for worker in probes if worker not in self.mute]
+            answered = [worker for worker in probes if worker not in self.mute]
+            queue = [WorkerProbed(worker, self.found.get(worker, ProbeResult.OK)) for worker in answered]
             if not queue:
                 return said
 

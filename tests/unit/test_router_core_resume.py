@@ -5,6 +5,7 @@ from test_router_core import D, P, R, World, broken, only_dispatch
 
 from tandem.core.router.messages import (
     AbortAsked,
+    BreakHalf,
     CancelHalf,
     DecodeSpoke,
     Fail,
@@ -19,6 +20,7 @@ from tandem.core.router.messages import (
     RouterCommand,
     Side,
 )
+from tandem.core.router.worker_registry import ProbeResult
 from tandem.core.values import SECOND, Nanos
 
 GAP_NS = 30 * SECOND
@@ -166,3 +168,30 @@ def test_a_snapshot_between_loss_and_resumption_goes_on_alike() -> None:
     world.tell(failed())
     world.router.restore(world.router.snapshot())
     assert world.tell(HalfAnswered(R, 2, P), DecodeSpoke(R, 2, is_resumable=True)) == [Forward(R, 2, resumes=True)]
+
+
+@pytest.mark.parametrize("found", [ProbeResult.MISSED, ProbeResult.STALLED])
+def test_a_stream_of_a_decode_that_is_not_well_counts_as_broken_where_it_says_nothing(found: ProbeResult) -> None:
+    world = World()
+    first = world.ask(streams=True)
+    world.tell(HalfAnswered(R, 1, P), HalfEnded(R, 1, P), DecodeSpoke(R, 1, is_resumable=True))
+    world.found[first.pair.decode.id] = found
+    said = world.sleep(12)
+    wanted = BreakHalf(R, 1, D, Nanos(10 * SECOND), "does not answer")
+    assert len(said) > 1, "it may have said something a moment before: so it is asked for again"
+    assert all(command == wanted for command in said)
+    second = only_dispatch(world.tell(failed(silent_s=11)))
+    assert (second.resumes, second.pair.decode.id) == (True, 5 - first.pair.decode.id)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "is_resumable", "found"),
+    [(1, True, ProbeResult.STALLED), (2, False, ProbeResult.STALLED), (2, True, ProbeResult.DECLINED)],
+)
+def test_a_stream_that_nobody_would_go_on_with_or_whose_decode_drains_is_left_alone(
+    decodes: int, is_resumable: bool, found: ProbeResult
+) -> None:
+    world = World(2, decodes)
+    streaming(world, is_resumable=is_resumable)
+    world.found |= {worker.id: found for worker in world.workers[2:3]}
+    assert world.sleep(12) == []

@@ -1,6 +1,7 @@
 """Probes have a loop of their own: they are made, and count, whatever the loop of the traffic is busy with."""
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -52,6 +53,7 @@ def healthy_server(
     asked: list[tuple[str, str | None]] | None = None,
     *,
     header: str = "x-tandem-role",
+    body: bytes = b"",
 ) -> Iterator[RegisteredWorker]:
     """says: its role, as ours do; nothing by default, as servers of others. asked: for what, and with which key."""
 
@@ -63,6 +65,7 @@ def healthy_server(
             if word := says():
                 self.send_header(header, word)
             self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -116,6 +119,21 @@ def test_a_probe_is_made_and_answered_while_the_loop_of_the_traffic_is_held_up()
                 assert taken(prober) == [WorkerProbed(worker.id, result)]
 
         assert probing(story) == ["come", "come"]
+
+
+@pytest.mark.parametrize(
+    ("code", "result"), [("node_silent", ProbeResult.STALLED), ("not_ready", ProbeResult.DECLINED)]
+)
+def test_a_worker_that_says_that_it_stands_still_is_told_from_one_that_takes_no_requests(
+    code: str, result: ProbeResult
+) -> None:
+    with healthy_server(503, body=json.dumps({"error": {"code": code}}).encode()) as worker:
+
+        def story(prober: Prober) -> None:
+            prober.probe(worker)
+            assert taken(prober) == [WorkerProbed(worker.id, result)]
+
+        probing(story)
 
 
 def test_a_worker_that_says_another_role_than_the_router_was_told_gets_no_requests_and_is_named_once(

@@ -1,6 +1,7 @@
 """The loop around the router's core, over workers that are not as ours: what they do to it ends with their request."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 
@@ -8,10 +9,11 @@ import httpx
 import pytest
 
 from tandem.core.router.messages import WorkerProbed
+from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import Router, RouterSettings
-from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker
+from tandem.core.router.worker_registry import HealthSettings, ProbeResult, RegisteredWorker, WorkerId
 from tandem.core.settings import Role
-from tandem.core.values import Nanos
+from tandem.core.values import MILLISECOND, Nanos
 from tandem.server.api.resume import TELLS, Opening, ResumeFrame, encode_frame
 from tandem.server.router import shell as router_shell
 from tandem.server.router.answer import PIPE_BYTES, StreamedAnswer, WholeAnswer
@@ -24,20 +26,22 @@ PATIENCE_S = 20.0
 EVENTS = {"content-type": "text/event-stream"}
 PREFILL = make_worker(0, Role.PREFILL, "http://prefill:1")
 DECODE = make_worker(1, Role.DECODE, "http://decode:1")
+USUAL = RouterSettings()
 
 
 class WellProber(Prober):
-    """Finds every worker well, at once."""
+    """Finds every worker well, at once, but for some."""
 
     def __init__(self) -> None:
         self._asked: list[RegisteredWorker] = []
+        self.found: dict[WorkerId, ProbeResult] = {}  # of those that are not well
 
     def probe(self, worker: RegisteredWorker) -> None:
         self._asked.append(worker)
 
     def take(self) -> list[WorkerProbed]:
         asked, self._asked = self._asked, []
-        return [WorkerProbed(worker.id, ProbeResult.OK) for worker in asked]
+        return [WorkerProbed(worker.id, self.found.get(worker.id, ProbeResult.OK)) for worker in asked]
 
     def close(self) -> None:
         pass
@@ -67,11 +71,23 @@ def with_pair(
 ) -> None:
     """Play it with a shell before these two."""
 
+    with_workers([PREFILL, DECODE], {"prefill": prefill, "decode": decode}, story)
+
+
+def with_workers(
+    workers: list[RegisteredWorker],
+    answers: dict[str, Callable[[], httpx.Response]],
+    story: Callable[[RouterShell], Coroutine[None, None, None]],
+    settings: RouterSettings = USUAL,
+) -> None:
+    """answers: by host"""
+
     async def answer(request: httpx.Request) -> httpx.Response:
-        return prefill() if request.url.host == "prefill" else decode()
+        return answers[request.url.host]()
 
     async def main() -> None:
-        router = Router([PREFILL, DECODE], draw=lambda: 1, settings=RouterSettings(), now=Nanos(0))
+        rooms = itertools.count(1)
+        router = Router(workers, draw=lambda: next(rooms), settings=settings, now=Nanos(0))
         client = httpx.AsyncClient(transport=httpx.MockTransport(answer), timeout=None)
         shell = RouterShell(router, client, WellProber(), RouterMetrics(), stall_seconds=600.0, step=router.step)
         shell.tell()
@@ -124,3 +140,37 @@ def test_a_stream_that_nobody_asked_for_does_not_hold_up_an_answer_of_both_halve
         lambda: httpx.Response(200, headers=EVENTS, stream=Body(*pieces)),
         story,
     )
+
+
+def test_a_silent_stream_of_a_decode_that_stands_still_goes_on_with_another_one() -> None:
+    """Once it is silent for as long as that takes; what the first one says behind that is not heard."""
+    again = make_worker(2, Role.DECODE, "http://again:1")
+    first = encode_frame(ResumeFrame(1, opening=Opening("nonce", 1, (1,))), b"a")
+    rest = encode_frame(ResumeFrame(1, is_last=True), b"b")
+    hanging = Body(first, hangs=True)
+
+    def decode(body: Body) -> Callable[[], httpx.Response]:
+        return lambda: httpx.Response(200, headers=EVENTS | {TELLS: "1"}, stream=body)
+
+    async def story(shell: RouterShell) -> None:
+        prober = shell._prober
+        assert isinstance(prober, WellProber)
+        asked: dict[str, object] = {"stream": True}
+        call = shell.open("/generate", asked, encode_rest(asked), {}, timeout_seconds=600.0)
+        answer = await call.outcome
+        assert isinstance(answer, StreamedAnswer)
+        pieces = answer.pipe.chunks()
+        assert await anext(pieces) == b"a"
+        prober.found[DECODE.id] = ProbeResult.STALLED
+        assert [piece async for piece in pieces] == [b"b"]
+        await hanging.is_closed.wait()
+
+    answers = {
+        "prefill": lambda: httpx.Response(200, stream=Body(b"")),
+        "decode": decode(hanging),
+        "again": decode(Body(rest)),
+    }
+    soon = Nanos(20 * MILLISECOND)
+    health = HealthSettings(interval_ns=soon, fast_interval_ns=soon)
+    settings = RouterSettings(request=RequestSettings(quiet_ns=Nanos(200 * MILLISECOND)), health=health)
+    with_workers([PREFILL, DECODE, again], answers, story, settings)

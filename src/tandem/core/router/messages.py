@@ -153,6 +153,16 @@ class CancelHalf(Struct, frozen=True, tag=True):
     half: Side
 
 
+class BreakHalf(Struct, frozen=True, tag=True):
+    """Where nothing of its stream has come for so long, close the connection: `HalfFailed` says how long it was."""
+
+    request: RequestId
+    attempt: int
+    half: Side
+    silent_ns: Nanos
+    detail: str
+
+
 class Forward(Struct, frozen=True, tag=True):
     """Pass decode's answer on to the client, as it comes; with `merged`, both bodies are there to be merged.
 
@@ -194,4 +204,4 @@ class Probe(Struct, frozen=True, tag=True):
     worker: RegisteredWorker
 
 
-RouterCommand = DispatchPair | CancelHalf | Forward | Finish | ForwardRejection | Fail | Probe
+RouterCommand = DispatchPair | CancelHalf | BreakHalf | Forward | Finish | ForwardRejection | Fail | Probe

@@ -21,12 +21,12 @@ Rules:
     may come before its end, but that prefill has ended well tells it, or decode's head: from then on it is
     `document_ns` that bounds.
 5.  A request that was aborted by name is not retried: its halves end it, between two attempts the router does.
-6.  A stream that can be resumed (`DecodeSpoke.is_resumable`), and whose decode dies, or says that it cannot go on and
-    another may, goes on with another decode, or where there is none with another DP rank of the same one
-    (`HalfFailed.serves_on`): an attempt like any other, which is asked for what follows. It happens `resumes` times at
-    most. What bounds it is what bounds the gap between two tokens, counted from the last one; the
-    client's deadline has been met. An attempt that fails before it says anything is retried as rule 2 has it; where no
-    other is left the stream ends with what it was lost of.
+6.  A stream that can be resumed (`DecodeSpoke.is_resumable`), and whose decode dies, or is not well and says nothing
+    for `quiet_ns`, or says that it cannot go on and another may, goes on with another decode, or where there is none
+    with another DP rank of the same one (`HalfFailed.serves_on`): an attempt like any other, which is asked for what
+    follows. It happens `resumes` times at most. What bounds it is what bounds the gap between two tokens, counted from
+    the last one; the client's deadline has been met. An attempt that fails before it says anything is retried as rule 2
+    has it; where no other is left the stream ends with what it was lost of.
 7.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends a request, and nothing follows it.
 
 A half has one head: of `HalfAnswered` (or `DecodeSpoke`) and `HalfRejected` only one is said.
@@ -40,6 +40,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from tandem.core.router.messages import (
+    BreakHalf,
     CancelHalf,
     DecodeSpoke,
     DispatchPair,
@@ -72,6 +73,7 @@ class RequestSettings(Struct, frozen=True):
     document_ns: Nanos = Nanos(600 * SECOND)  # from the first token to the end of a document
     resumes: int = 1  # of one stream
     gap_ns: Nanos = Nanos(30 * SECOND)  # between two tokens of a stream that is resumed
+    quiet_ns: Nanos = Nanos(10 * SECOND)  # of a stream whose worker is not well, until it counts as broken
 
 
 class Phase(StrEnum):
@@ -176,9 +178,15 @@ class RoutedRequest:
         return self._end(Fail(self.request, cause, self.stage(), detail))
 
     def flee(self, worker: WorkerId, now: Nanos, has_other: Callable[[WorkerId], bool]) -> list[RouterCommand]:
-        """The worker does not answer probes. Go elsewhere if that is possible, else wait: it may come back."""
+        """The worker does not answer probes, or says that it stands still. Go elsewhere if that is possible, else wait:
+        it may come back.
+        """
         half = self.open_half_at(worker)
-        if half is None or self.phase is not Phase.TRYING or self._is_answered_without(half) or not has_other(worker):
+        if half is None or self._is_answered_without(half) or not has_other(worker):
+            return []
+        if self.phase is Phase.FORWARDING and self._may_go_on():
+            return [BreakHalf(self.request, self.attempt, half, self.settings.quiet_ns, "does not answer")]
+        if self.phase is not Phase.TRYING:
             return []
         detail = f"{half} worker {self.worker(half).url} does not answer"
         return self._retry(now, Fail(self.request, RouteCause.CONNECTION_LOST, self.stage(), detail))
@@ -290,8 +298,7 @@ class RoutedRequest:
     ) -> list[RouterCommand]:
         """Rule 6."""
         deadline = Nanos(now - event.silent_ns + self.settings.gap_ns)
-        may_go_on = self.is_resumable and not self.is_aborted and self.num_resumes < self.settings.resumes
-        if not may_go_on or now >= deadline or not (event.serves_on or has_other(self.worker(Side.DECODE).id)):
+        if not self._may_go_on() or now >= deadline or not (event.serves_on or has_other(self.worker(Side.DECODE).id)):
             return self._end(otherwise)
         self.num_resumes += 1
         self.first_attempt = self.attempt + 1
@@ -300,6 +307,10 @@ class RoutedRequest:
         self.phase = Phase.BACKOFF
         self.wake_at = now
         return commands
+
+    def _may_go_on(self) -> bool:
+        """Of a stream, where another decode would take it over."""
+        return self.is_resumable and not self.is_aborted and self.num_resumes < self.settings.resumes
 
     def _is_answered_without(self, half: Side) -> bool:
         """Decode has its first token, so whatever becomes of prefill makes no difference."""

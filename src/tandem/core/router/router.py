@@ -40,7 +40,14 @@ from tandem.core.router.messages import (
 from tandem.core.router.pairing import Rooms, WorkerPair
 from tandem.core.router.routed_request import Phase, RequestSettings, RoutedRequest
 from tandem.core.router.routing import Candidate, PolicySettings, make_policy
-from tandem.core.router.worker_registry import HealthSettings, ProbeResult, RegisteredWorker, WorkerId, WorkerRegistry
+from tandem.core.router.worker_registry import (
+    Health,
+    HealthSettings,
+    ProbeResult,
+    RegisteredWorker,
+    WorkerId,
+    WorkerRegistry,
+)
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 
@@ -216,10 +223,10 @@ class Router:
         models: tuple[str, ...] | None = None,
         bootstrap_port: int | None = None,
     ) -> list[RouterCommand]:
-        has_died = self.registry.probed(worker, result, now, models, bootstrap_port)
+        self.registry.probed(worker, result, now, models, bootstrap_port)
         if worker not in self.registry.silent():
             self._lost.pop(worker, None)
-        if not has_died or result is ProbeResult.DECLINED:
+        if result is ProbeResult.DECLINED or self.registry.health(worker) is not Health.DEAD:
             return []  # a worker that drains still answers what it has
         return self._each_at(worker, lambda e: e.flee(worker, now, partial(self._has_other, e.model)))
 

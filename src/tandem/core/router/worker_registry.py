@@ -3,7 +3,8 @@
     JOINING   never seen alive: not used, probed often
     LIVE      used, probed every interval
     SUSPECT   missed one probe: still used, probed again soon
-    DEAD      missed `misses` probes, said itself that it takes no requests, or refused a connection; probed often
+    DEAD      missed `misses` probes, said itself that it takes no requests or stands still, or refused a connection;
+              probed often
 
 One good probe makes a worker LIVE from any state, unless it began before the worker was found dead: it says nothing
 about the time after. A worker that starts later than the router thus joins by itself.
@@ -54,6 +55,7 @@ class ProbeResult(StrEnum):
     OK = "ok"
     MISSED = "missed"  # no answer, or not the answer of a healthy server
     DECLINED = "declined"  # 503: the worker itself says that it takes no requests (starting, draining)
+    STALLED = "stalled"  # 503: it says that its node, or a worker of it, stands still
 
 
 HTTP_UNAVAILABLE = 503
@@ -260,20 +262,19 @@ class WorkerRegistry:
         now: Nanos,
         models: tuple[str, ...] | None = None,
         bootstrap_port: int | None = None,
-    ) -> bool:
-        """Take in the answer to a probe. Returns whether the worker died of it.
+    ) -> None:
+        """Take in the answer to a probe.
 
         models, bootstrap_port: that it has told of, too; None: of none, so what was known stays.
         """
         entry = self._entries.get(worker)
         if entry is None or (began := entry.probing_since) is None:
-            return False  # it has left; or answered twice, or counted as missed before
+            return  # it has left; or answered twice, or counted as missed before
         entry.probing_since = None
         if models is not None:
             entry.models = models
         if bootstrap_port is not None and entry.says_port:
             entry.worker = replace(entry.worker, bootstrap_port=bootstrap_port)
-        was_live = _is_live(entry)
         if result is not ProbeResult.MISSED:
             entry.silent_since = None
         elif entry.silent_since is None:
@@ -288,7 +289,6 @@ class WorkerRegistry:
         interval = self._settings.interval_ns if settled else self._settings.fast_interval_ns
         entry.next_probe = Nanos(now + interval)
         self._look()
-        return was_live and not _is_live(entry)
 
     def refused(self, worker: WorkerId, now: Nanos) -> None:
         """A dispatch could not connect: nobody listens there."""
@@ -317,7 +317,7 @@ class WorkerRegistry:
         entry.misses += 1
         if entry.health in (Health.JOINING, Health.DEAD):
             return
-        if result is ProbeResult.DECLINED or entry.misses >= self._settings.misses:
+        if result is not ProbeResult.MISSED or entry.misses >= self._settings.misses:
             entry.health, entry.dead_since = Health.DEAD, now
         else:
             entry.health = Health.SUSPECT

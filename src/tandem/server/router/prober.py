@@ -22,6 +22,8 @@ from tandem.core.settings import Role
 from tandem.logtext import shown
 from tandem.server.api.body import NOT_JSON
 from tandem.server.api.browser_page import BOOTSTRAP_PORT_HEADER, ROLE_HEADER
+from tandem.server.api.errors import Problem
+from tandem.server.router.answer import code_of
 from tandem.server.router.worker_documents import ModelList
 
 log = logging.getLogger("tandem.router")
@@ -103,6 +105,8 @@ class Prober:
     async def _ask(self, worker: RegisteredWorker) -> None:
         response = await self._get(worker.url + "/health", {})
         result = probe_result(None if response is None else response.status_code)
+        if result is ProbeResult.DECLINED and response is not None and code_of(response.content) == Problem.NODE_SILENT:
+            result = ProbeResult.STALLED
         if result is ProbeResult.OK and response is not None and self._is_another(worker, response.headers):
             result = ProbeResult.DECLINED
         models = await self._models(worker) if self._asks_models and result is ProbeResult.OK else None

@@ -21,6 +21,7 @@ import msgspec
 
 from tandem.core.router.messages import (
     AbortAsked,
+    BreakHalf,
     CancelHalf,
     ClientAsked,
     ClientLeft,
@@ -271,6 +272,8 @@ class RouterShell:
                 self._dispatch(command)
             case CancelHalf(request=request, half=half):
                 self._cancel(self._calls[request].connections[half])
+            case BreakHalf(request=request, half=half, silent_ns=silent_ns, detail=detail):
+                self._break(self._calls[request].connections[half], silent_ns, detail)
             case Forward(request=request, merged=merged):
                 self._forward(self._calls[request], merged)
             case ForwardRejection(request=request, half=half):
@@ -310,6 +313,14 @@ class RouterShell:
         connection.task.cancel()
         connection.span.abort({"reason": "cancelled"})
         self._end_span(connection)
+
+    def _break(self, connection: UpstreamConnection, silent_ns: Nanos, detail: str) -> None:
+        """What happens is told once the commands of this step are begun."""
+        if connection.silent_ns < silent_ns:
+            return
+        said = connection.upstream.fail(HalfFailure.BROKEN, detail, silent_ns=connection.silent_ns)
+        self._cancel(connection)
+        asyncio.get_running_loop().call_soon(self._hear, connection, said)
 
     def _forward(self, call: ClientCall, merged: bool) -> None:
         connection = call.source = call.connections[Side.DECODE]

@@ -9,6 +9,7 @@ from random import Random
 
 from tandem.core.router.messages import (
     AbortAsked,
+    BreakHalf,
     CancelHalf,
     ClientAsked,
     ClientLeft,
@@ -203,6 +204,8 @@ class Gateway:
                 self._dispatch(caller, command)
             case CancelHalf(half=side):
                 caller.connections[side].hang_up()
+            case BreakHalf(half=side, silent_ns=silent_ns, detail=detail):
+                caller.connections[side].break_off(silent_ns, detail)
             case Forward(resumes=resumes):
                 self._forward(caller, resumes)
             case ForwardRejection(half=side):
@@ -255,19 +258,19 @@ class Gateway:
     def _probe_returns(self, worker: RegisteredWorker, server: Server, epoch: int) -> None:
         """A server that is frozen answers when it goes on; one that cannot be reached does not answer."""
         if self.world.http.network.is_cut(self.name, server.name) or (not server.is_up and server.is_unreachable):
-            self.world.clock.after(CONNECT_NS, self._probed, worker, None, epoch)
+            self.world.clock.after(CONNECT_NS, self._probed, worker, ProbeResult.MISSED, epoch)
             return
         status = None
         if server.is_up:
             status = HTTP_OK if server.is_healthy else HTTP_UNAVAILABLE
+        result = ProbeResult.STALLED if status == HTTP_UNAVAILABLE and server.is_stalled else probe_result(status)
         if server.frozen_until > self.world.clock.time:
-            self.world.clock.at(server.frozen_until, self._probed, worker, status, epoch)
+            self.world.clock.at(server.frozen_until, self._probed, worker, result, epoch)
         else:
-            self._probed(worker, status, epoch)
+            self._probed(worker, result, epoch)
 
-    def _probed(self, worker: RegisteredWorker, status: int | None, epoch: int) -> None:
+    def _probed(self, worker: RegisteredWorker, result: ProbeResult, epoch: int) -> None:
         if epoch == self.epoch:
-            result = probe_result(status)
             tells = self.model_names is not None and result is ProbeResult.OK
             self.tell(WorkerProbed(worker.id, result, names_of(worker.host) if tells else None))
 

@@ -92,6 +92,11 @@ class Server:
         is_known = self.registry.is_ready if self.registry is not None else self.role is not Role.PREFILL
         return is_known and not self.is_draining and self.requests is not None and self.requests.is_healthy
 
+    @property
+    def is_stalled(self) -> bool:
+        """`/health` says why it is not well: a node, or a worker of it, stands still."""
+        return self.requests is not None and not self.requests.is_healthy
+
     def trusts(self, rank: Replica) -> bool:
         """It gives this rank requests, whatever the others do."""
         return self.requests is not None and self.requests.ranks[rank_number(rank.name)].is_active

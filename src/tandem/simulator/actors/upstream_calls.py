@@ -270,6 +270,18 @@ class SimulatedConnection:
         if self._is_heard():
             self._hear_last(self.upstream.fail(failure, detail, silent_ns=self._silent_ns))
 
+    def break_off(self, silent_ns: Nanos, detail: str) -> None:
+        """Where nothing has come for so long. What happens is told behind the step that wants it."""
+        if not self._is_heard() or self._silent_ns < silent_ns:
+            return
+        said = self.upstream.fail(HalfFailure.BROKEN, detail, silent_ns=self._silent_ns)
+        self._let_go()
+        self.gateway.world.clock.after(1, self._hear_of_break, said)
+
+    def _hear_of_break(self, said: Said) -> None:
+        if self.gateway.epoch == self.epoch:
+            self._hear(said)
+
     @property
     def _silent_ns(self) -> Nanos:
         return Nanos(self.gateway.world.clock.time - self.last_piece_at if self.last_piece_at else 0)
