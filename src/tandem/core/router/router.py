@@ -109,7 +109,7 @@ class Router:
         self._tried: dict[RequestId, list[WorkerPair]] = {}
         self._load: dict[WorkerId, int] = {worker.id: 0 for worker in workers}
         self._wakes: list[tuple[Nanos, RequestId]] = []  # heap; entries of the past are skipped
-        self._lost: dict[WorkerId, Nanos] = {}  # workers whose connections have been given up: since when silent
+        self._lost: dict[WorkerId, Nanos] = {}  # since when they were silent whose connections were given up last
 
     def step(self, events: Sequence[RouterEvent], now: Nanos) -> RouterEffects:
         """Take in what has happened. Never raises for anything that a worker or a client did."""
@@ -224,8 +224,6 @@ class Router:
         bootstrap_port: int | None = None,
     ) -> list[RouterCommand]:
         self.registry.probed(worker, result, now, models, bootstrap_port)
-        if worker not in self.registry.silent():
-            self._lost.pop(worker, None)
         if result is ProbeResult.DECLINED or self.registry.health(worker) is not Health.DEAD:
             return []  # a worker that drains still answers what it has
         return self._each_at(worker, lambda e: e.flee(worker, now, partial(self._has_other, e.model)))
