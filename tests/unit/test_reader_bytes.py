@@ -13,7 +13,7 @@ from data_planes import job_of
 from tandem.core.commands import PullPages
 from tandem.core.events import Event, TransferFailed
 from tandem.core.kv_parts import KvShard
-from tandem.core.values import Cause, Cut, Incarnation, PageId, RequestId
+from tandem.core.values import Cause, Cut, Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import owner as owner_module
@@ -26,6 +26,7 @@ from tandem.transfer.owner import PageOwner
 from tandem.transfer.pages import Pages
 from tandem.transfer.port import Backend
 from tandem.transfer.protocol import Registered, Status
+from tandem.transfer.puller import NO_ADDRESS
 from tandem.transfer.reader import PageReader, PullFailed
 
 PAGE_BYTES, NUM_PAGES = 64, 8
@@ -105,6 +106,14 @@ def test_digests_are_as_long_as_the_wire_says() -> None:
     contents, digests = offered()
     assert all(0 <= value < 1 << (8 * DIGEST_BYTES) for value in digests)
     assert len(contents) == len(set(digests))
+
+
+def test_a_pull_that_fails_before_anything_is_asked_is_said_though_no_thread_has_a_job() -> None:
+    said: list[Event] = []
+    made, _ = reader(said.append)
+    made.pull(PullPages(RequestId(1), 0, 1, PEER, 0, SOURCES, GENERATIONS, DESTINATIONS, (b"",), (b"",)))
+    assert said == [TransferFailed(RequestId(1), 0, ShardId(0), Cause.PEER_LOST, NO_ADDRESS)]
+    made.close(grace_s=1)
 
 
 # --- a message drop by drop ------------------------------------------------------------------------------------------

@@ -135,6 +135,13 @@ def test_answers_are_counted_by_endpoint_and_status_and_nothing_that_clients_mak
     assert found["sglang:http_responses_total|other|GET|404"] == 2
 
 
+def test_a_request_that_is_aborted_counts_as_one_and_as_aborted() -> None:
+    with world(lambda request, payload: Script(failure=Cause.ABORTED), answers={"metrics": {}}).http() as http:
+        http.post("/v1/completions", json={"prompt": "x"})
+        found = scrape(http.get("/metrics").text)
+    assert (found["sglang:num_requests_total"], found["sglang:num_aborted_requests_total"]) == (1, 1)
+
+
 def test_kv_that_was_handed_over_is_counted_in_bytes_and_time() -> None:
     stats = RequestStats()
     sent = record(kv_pages=4, kv_bytes=8_000_000, ledger=((SENDING, 2_000_000), ("prefill_waiting", 500_000_000)))

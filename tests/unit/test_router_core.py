@@ -403,6 +403,16 @@ def test_a_merged_answer_does_not_wait_for_prefill_for_ever() -> None:
     assert failed.stage == "prefill_body"
 
 
+@pytest.mark.parametrize("lost", [broken(P), HalfRejected(R, 1, P, 500)], ids=["broken", "rejected"])
+@pytest.mark.parametrize("decode", [HalfAnswered(R, 1, D), HalfEnded(R, 1, D)], ids=["answered", "ended"])
+def test_a_merged_answer_whose_part_of_prefill_is_lost_is_asked_for_again(decode: HalfEvent, lost: HalfEvent) -> None:
+    world = World()
+    world.ask(merges=True)
+    world.tell(decode)
+    assert world.tell(lost) == ([CancelHalf(R, 1, D)] if isinstance(decode, HalfAnswered) else [])
+    assert only_dispatch(world.sleep(0.05)).attempt == 2
+
+
 def test_requests_that_wait_for_a_silent_worker_go_elsewhere_when_there_is_another() -> None:
     world = World(2, 1)
     world.mute.add(0)
