@@ -62,6 +62,7 @@ def test_an_unknown_model_is_404_and_one_whose_workers_are_gone_is_503() -> None
         refused = chat(made, model="c")
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert error["message"].endswith("'a', 'both', 'b'")
         assert served(made) == [0, 0, 0, 0]
         made.decodes[1].kill()
         soon(lambda: made.router.router.registry.paired_models() == ["a", "both"], "b has no pair")

@@ -183,10 +183,11 @@ def test_a_prefill_that_is_known_is_the_same_without_a_port_and_another_one_with
 
 def test_the_older_names_do_the_same() -> None:
     with fleet() as made:
-        new = FakeWorker(Role.DECODE)
-        params = {"url": new.url, "worker_type": "decode"}
+        new = FakeWorker(Role.PREFILL)
+        params = {"url": new.url, "worker_type": "prefill", "bootstrap_port": 7777}
         assert CLIENT.post(made.url + "/add_worker", params=params).status_code == 202
         assert new.url in CLIENT.get(made.url + "/list_workers").json()["urls"]
+        assert known(made)[new.url]["bootstrap_port"] == 7777
         assert CLIENT.post(made.url + "/remove_worker", params={"url": new.url}).status_code == 202
         eventually(lambda: new.url not in known(made), "it has left")
         assert CLIENT.post(made.url + "/remove_worker", params={"url": new.url}).status_code == 404

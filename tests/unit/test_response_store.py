@@ -1,5 +1,6 @@
 """What is kept of responses: bounds, chains of turns, and who gives up first."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any  # items
 
@@ -9,7 +10,7 @@ import pytest
 from tandem.server.api import response_store
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.response_store import PendingResponse, ResponseStore
-from tandem.server.router.finished_response import LastEvent
+from tandem.server.router.finished_response import LastEvent, keep_document, keep_event
 
 
 def store(max_responses: int = 100, max_bytes: int = 1 << 20) -> ResponseStore:
@@ -211,3 +212,13 @@ def test_the_last_event_of_a_stream_is_found_in_whatever_pieces_it_comes(size: i
     assert [msgspec.json.decode(data)["response"]["id"] for data in found] == ["2"]
     assert not LastEvent().feed(EVENTS.replace(b"completed", b"failed"))
     assert LastEvent().feed(EVENTS.replace(b"completed", b"incomplete"))
+
+
+@pytest.mark.parametrize("keep", [keep_document, keep_event])
+@pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"response": 1', b'{"response": {}}', b"\xff"], ids=len)
+def test_an_answer_that_cannot_be_read_is_not_kept_as_the_log_says(
+    keep: Callable[[PendingResponse, bytes], None], answer: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(PendingResponse(store(), "a"), answer)
+    (line,) = caplog.messages
+    assert line.startswith("a response is not kept: ")
