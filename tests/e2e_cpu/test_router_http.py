@@ -625,6 +625,8 @@ def test_metrics_count_requests_retries_failures_and_workers() -> None:
         eventually(made.is_idle)
         text = CLIENT.get(made.url + "/metrics").text
         assert 'tandem:router_requests_total{path="/v1/chat/completions",status="200"} 1.0' in text
+        for name in ("request_seconds", "first_byte_seconds"):
+            assert f'tandem:router_{name}_count{{path="/v1/chat/completions"}} 2.0' in text
         assert "tandem:router_retries_total 1.0" in text
         assert 'tandem:router_client_errors_total{status="400"} 2.0' in text
         assert 'tandem:router_requests_total{path="/v1/completions",status="400"} 1.0' in text

@@ -73,6 +73,20 @@ def test_a_router_without_breakers_exports_none() -> None:
         assert "router_worker_cb_state{" not in CLIENT.get(made.url + "/metrics").text
 
 
+def test_what_is_under_way_is_told_for_as_long_as_it_is() -> None:
+    with fleet() as made, ThreadPoolExecutor() as pool:
+        decode, go_on = made.decodes[0], threading.Event()
+        decode.behaves(Reject(400, once=go_on.is_set))
+        asked = pool.submit(ask, made, text=["x", "y"])
+        eventually(lambda: decode.generations, "it is there")
+        assert CLIENT.get(made.url + "/load").json() == {"server_load": 2}
+        assert metric(made, "worker_active_prompts", decode) == 2
+        assert "tandem:router_active_requests 1.0" in CLIENT.get(made.url + "/metrics").text
+        go_on.set()
+        assert asked.result().status_code == 400
+        assert metric(made, "worker_active_prompts", decode) == 0
+
+
 # --- workers that come and go -----------------------------------------------------------------------------------------
 
 

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.core.events import Event, ReadsDrained
 from tandem.core.kv_parts import KvGrid, KvShard, Runs
-from tandem.core.values import Cut, ShardId
+from tandem.core.values import Cut, RequestId, ShardId
 from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer.digests import pack_digests, unpack_digests
+from tandem.transfer.outbox import Outbox
 from tandem.transfer.pages import Pages
 from tandem.transfer.protocol import Status
 
@@ -153,3 +155,12 @@ def test_a_link_that_was_cut_or_closed_is_broken() -> None:
 def test_a_unix_path_that_is_too_long_is_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="longer than"):
         links.listen_unix("/tmp/" + "x" * 200)
+
+
+def test_after_its_close_an_outbox_says_nothing_and_keeps_nothing() -> None:
+    said: list[Event] = []
+    outbox = Outbox(said.append)
+    outbox.put(ReadsDrained(RequestId(1), 0, ShardId(0)))
+    outbox.close()
+    outbox.flush()
+    assert (said, outbox.has_events) == ([], False)
