@@ -28,6 +28,7 @@ from router_fakes import (
 from raw_http import exchange
 from seen_spans import SeenTracing
 from tandem.core.values import Cause
+from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import RULES, Code
 from tandem.server.api.resume import PROOF_BYTES, Opening, Piece, PieceKind, ResumeFrame, encode_frame
 from tandem.server.fault_records import FaultRecords
@@ -500,7 +501,7 @@ def test_least_load_picks_the_idle_worker() -> None:
             assert (len(busy.generations), len(idle.generations)) == (1, 3)
 
 
-def test_bad_json_and_bad_timeouts_are_refused_by_the_router() -> None:
+def test_bad_json_bad_timeouts_and_too_many_prompts_are_refused_by_the_router() -> None:
     with fleet() as made:
         response = CLIENT.post(made.url + "/generate", content=b"{nope")
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
@@ -509,6 +510,9 @@ def test_bad_json_and_bad_timeouts_are_refused_by_the_router() -> None:
         for timeout in (0, -1, "soon", "5", True):
             response = post(made, CHAT | {"timeout": timeout})
             assert (response.status_code, error_of(response)["param"]) == (400, "timeout")
+        response = CLIENT.post(made.url + "/generate", json={"text": ["x"] * (MAX_PROMPTS + 1)})
+        assert response.status_code == 400
+        assert error_of(response)["param"] == "text"
         assert made.seen() == []
 
 
