@@ -361,6 +361,10 @@ def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
         ("--prefill http://a:1 --decode http://a:1", "named twice"),
         ("--prefill http://a:1 --decode http://b:1 --request-timeout 604801", "timeouts are at most 604800 seconds"),
         ("--prefill http://a:1 --decode http://d:4 --retries -1", "--retries"),
+        *(
+            (f"--prefill http://a:1 --decode http://d:4 {words}", "name one")
+            for words in ("--allow-credentials", "--allowed-methods GET", "--allowed-headers x-a")
+        ),
         ("--prefill http://a:1 --decode http://d:4 --port 70000", "--port takes 0 to 65535"),
         ("--prefill http://a:1 --decode http://d:4 --fd -1", "--fd takes the number"),
         ("--prefill http://a:1 --decode http://d:4 --drain-timeout -1", "--drain-timeout must not be negative"),
@@ -391,6 +395,12 @@ def test_a_router_that_cannot_be_says_why(words: str, reason: str) -> None:
     with pytest.raises(CommandFailed, match=reason) as raised:
         router.make_config(_parse(words.split()))
     assert raised.value.is_wrong_usage
+
+
+def test_pages_of_other_sites_may_bring_credentials_to_a_router_that_names_them() -> None:
+    words = "--prefill http://a:1 --decode http://d:4 --allowed-origins https://a.example --allow-credentials"
+    config = router.make_config(_parse(words.split()))
+    assert (config.allowed_origins, config.allow_credentials) == (("https://a.example",), True)
 
 
 @pytest.mark.parametrize("host", ["a..b", "256.1.1.1"])

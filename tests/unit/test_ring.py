@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from core_driver import World as Pair
-from tandem.core.batch import BatchOutcome
+from tandem.core.batch import BatchOutcome, Row
 from tandem.core.commands import Effects, FailRequest, LaunchBatch
 from tandem.core.events import BatchFailed, BatchReturned, Event, PagesDigested, RequestArrived
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
+from tandem.core.scheduler.request_state import InflightBatch
 from tandem.core.settings import NodeSettings, Role
-from tandem.core.values import SECOND, Cause, Incarnation, Nanos, RequestId
+from tandem.core.values import SECOND, BatchId, Cause, Incarnation, Nanos, PageId, RequestId
 from tandem.server import fault_records
 from tandem.server.fault_records import FaultRecords
 from tandem.server.node.flight import Frame, Head, given, recorded, replay
@@ -175,6 +176,15 @@ def test_no_token_is_in_the_snapshot_of_a_node_that_hands_one_over() -> None:
                 assert not any(any(token) for token in handed_over(again))
     assert tokens
     assert masked
+
+
+def test_no_token_that_goes_with_a_row_is_in_the_snapshot_of_a_node() -> None:
+    """The first one of a request that was retracted before it joined."""
+    node, token = EngineNode(SETTINGS), array("i", [SECRET_TOKEN]).tobytes()
+    row = Row(RequestId(1), 0, 16, 0, (PageId(0),), samples=False, token=token)
+    node.state.inflight.append(InflightBatch(BatchId(1), 1, (row,), (row.request,)))
+    assert token in node.snapshot()
+    assert token not in head(NodeRing(SETTINGS, node.snapshot)).snapshot
 
 
 def test_no_secret_of_a_grant_is_in_the_records_of_a_pair() -> None:
