@@ -202,7 +202,7 @@ class _Reply:
                 failure = self.failure = failure_of(fail)
                 await self._document(failure.status, error_headers(failure), error_json(failure, self.request_id))
             case Gone():
-                self.is_whole = True  # nobody is there
+                pass  # nobody is there
 
     async def _document(self, status: int, headers: dict[str, str], body: bytes) -> None:
         await self._head(status, headers | {"content-length": str(len(body))})
