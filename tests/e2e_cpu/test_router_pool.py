@@ -1,7 +1,7 @@
 """The connection pool against a server that counts its connections."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import httpcore
@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tandem.server import http_pool
-from tandem.server.http_pool import PooledTransport
+from tandem.server.api.resolver import NoThread
+from tandem.server.http_pool import NamedHosts, PooledTransport
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody"
 
@@ -178,3 +179,81 @@ def test_what_idles_for_too_long_is_closed_though_nobody_asks(monkeypatch: pytes
             assert server.num_accepted >= 2
 
     asyncio.run(story())
+
+
+def test_no_more_idle_connections_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_pool, "IDLE_MAX", 1)
+    monkeypatch.setattr(http_pool, "KEEPALIVE_SECONDS", 600.0)
+
+    async def story() -> None:
+        async with served() as (server, client):
+            await asyncio.gather(*(client.get(server.url) for _ in range(3)))
+            await until_closed(server, 2)
+            assert (server.num_accepted, server.num_closed) == (3, 2)
+            assert (await client.get(server.url)).content == b"body"
+            assert server.num_accepted == 3
+
+    asyncio.run(story())
+
+
+# --- names of hosts ---------------------------------------------------------------------------------------------------
+
+
+class Sockets:
+    """Connects to one address only; others do not answer, or refuse."""
+
+    def __init__(self, good: str, failure: type[Exception]) -> None:
+        self.good, self.failure = good, failure
+        self.asked: list[tuple[str, float | None]] = []  # and how long it may take
+
+    async def connect_tcp(self, host: str, port: int, timeout: float | None, *_: object) -> str:
+        self.asked.append((host, timeout))
+        if host != self.good:
+            raise self.failure
+        return host
+
+
+def connect(
+    sockets: Sockets, look_up: Callable[[str], Awaitable[Sequence[str]]], timeout: float | None = 6.0
+) -> object:
+    async def story() -> object:
+        hosts = NamedHosts()
+        hosts._sockets, hosts._look_up = sockets, look_up  # type: ignore[assignment]
+        return await hosts.connect_tcp("a-name", 80, timeout)
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize("failure", [httpcore.ConnectError, httpcore.ConnectTimeout])
+def test_a_name_is_connected_to_where_it_answers_and_who_does_not_has_its_share_of_the_time(
+    failure: type[Exception],
+) -> None:
+    async def look_up(name: str) -> list[str]:
+        return ["::1", "127.0.0.2", "127.0.0.3"]
+
+    sockets = Sockets("127.0.0.2", failure)
+    assert connect(sockets, look_up) == "127.0.0.2"
+    assert sockets.asked == [("::1", 2.0), ("127.0.0.2", 2.0)]
+    sockets = Sockets("127.0.0.3", failure)
+    assert connect(sockets, look_up, None) == "127.0.0.3"
+    assert sockets.asked == [("::1", None), ("127.0.0.2", None), ("127.0.0.3", None)]
+    with pytest.raises(failure):
+        connect(Sockets("nowhere", failure), look_up)
+
+
+@pytest.mark.parametrize("error", [NoThread("busy"), OSError("no such name"), UnicodeError("label too long")], ids=repr)
+def test_a_name_that_cannot_be_looked_up_is_a_server_that_cannot_be_reached(error: Exception) -> None:
+    async def look_up(name: str) -> list[str]:
+        raise error
+
+    with pytest.raises(httpcore.ConnectError, match=str(error)):
+        connect(Sockets("nowhere", OSError), look_up)
+
+
+def test_a_look_up_has_the_time_of_its_connection_and_no_more() -> None:
+    async def look_up(name: str) -> list[str]:
+        await asyncio.Event().wait()
+        return []
+
+    with pytest.raises(httpcore.ConnectTimeout, match="no connection to a-name in time"):
+        connect(Sockets("nowhere", OSError), look_up, 0.01)
