@@ -608,6 +608,16 @@ def test_a_body_that_is_too_large_is_refused_by_what_its_head_announces() -> Non
         assert made.seen() == []
 
 
+def test_what_one_decode_answers_is_a_503_where_there_is_none() -> None:
+    with fleet() as made:
+        made.decodes[0].kill()
+        eventually(lambda: CLIENT.get(made.url + "/ready").status_code == 503, "it counts as dead")
+        for method, path in (("GET", "/v1/models"), ("GET", "/model_info"), ("POST", "/tokenize")):
+            response = CLIENT.request(method, made.url + path)
+            assert response.status_code == 503
+            assert error_of(response)["code"] == "no_live_pair"
+
+
 def test_the_schema_is_that_of_a_decode_without_its_debug_pages() -> None:
     with fleet() as made:
         assert CLIENT.get(made.url + "/openapi.json").json() == {"paths": {"/generate": {}}}

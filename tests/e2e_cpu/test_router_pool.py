@@ -219,7 +219,8 @@ def connect(
     async def story() -> object:
         hosts = NamedHosts()
         hosts._sockets, hosts._look_up = sockets, look_up  # type: ignore[assignment]
-        return await hosts.connect_tcp("a-name", 80, timeout)
+        async with asyncio.timeout(20):
+            return await hosts.connect_tcp("a-name", 80, timeout)
 
     return asyncio.run(story())
 

@@ -14,7 +14,7 @@ from tandem.core.disagg.message_checks import Bounds
 from tandem.core.disagg.messages import Abort, Offer, Ready, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
 from tandem.core.kv_parts import KvGrid
-from tandem.core.values import SECOND, Address, Cause, Cut, Incarnation, Nanos, Room
+from tandem.core.values import MAX_SHARDS, SECOND, Address, Cause, Cut, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
 from tandem.server.node import listener
 from tandem.server.node.links import MAX_PING_NS, Heartbeat, Limits
@@ -693,11 +693,13 @@ def test_data_endpoints_that_cannot_be_are_refused_by_name(shards: tuple[DataEnd
         side.peers.close()
 
 
-def test_a_prefill_that_is_cut_otherwise_is_reached_with_all_its_workers() -> None:
-    prefill, decode = Side(PREFILL, shards=(DATA, DATA), cut=Cut(pp_size=2)), Side(DECODE)
+@pytest.mark.parametrize("cut", [Cut(pp_size=2), Cut(cp_size=MAX_SHARDS)], ids=lambda cut: cut.name)
+def test_a_prefill_that_is_cut_otherwise_is_reached_with_all_its_workers(cut: Cut) -> None:
+    shards = (DATA,) * cut.num_shards
+    prefill, decode = Side(PREFILL, shards=shards, cut=cut), Side(DECODE)
     decode.peers.connect(prefill.replica, FOUND_AT)
-    eventually(lambda: decode.reached, prefill, decode)
-    assert decode.reached == [(PREFILL, Cut(pp_size=2), (DATA, DATA))]
+    eventually(lambda: decode.reached or decode.events, prefill, decode)
+    assert decode.reached == [(PREFILL, cut, shards)]
     for side in (prefill, decode):
         side.peers.close()
 
