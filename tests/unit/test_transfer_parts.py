@@ -164,3 +164,17 @@ def test_after_its_close_an_outbox_says_nothing_and_keeps_nothing() -> None:
     outbox.close()
     outbox.flush()
     assert (said, outbox.has_events) == ([], False)
+
+
+def test_who_stops_hearing_gets_what_was_sent_and_the_other_side_is_told_nothing() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        links.prepare(near, timeout_s=1)
+        far.send(b"x")
+        links.stop_hearing(near)
+        assert links.receive(near, 1, timeout_s=1) == b"x"
+        with pytest.raises(links.LinkBroken):
+            links.receive(near, 1, timeout_s=1)
+        far.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            far.recv(1)
