@@ -109,12 +109,12 @@ def make(said: GgufFields, where: dict[str, str], folder: Path) -> None:
     if said.tokenizer("ggml.model") == "gpt2":
         folder.mkdir(parents=True, exist_ok=True)
         byte_level(said).save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps(_config(said), ensure_ascii=False, indent=2))
+        (folder / "tokenizer_config.json").write_text(json.dumps(_config(said)))
         return
     transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
     if said.tokenizer("ggml.model") == "llama" and not said.architecture.startswith("gemma"):
         path = folder / "tokenizer.json"
-        path.write_text(json.dumps(with_spaces(said, json.loads(path.read_text())), ensure_ascii=False))
+        path.write_text(json.dumps(with_spaces(said, json.loads(path.read_text(encoding="utf-8")))))
 
 
 def ends(said: GgufFields) -> list[int]:
