@@ -324,8 +324,13 @@ def _running(process_id: int, module: str) -> list[int]:
 
 @contextmanager
 def frozen(server: Server, module: str) -> Iterator[None]:
+    with stopped(child_named(server.member.process.pid, module)):
+        yield
+
+
+@contextmanager
+def stopped(process: int) -> Iterator[None]:
     """All of its threads: on a busy machine the signal is heard later than what is said to the process after it."""
-    process = child_named(server.member.process.pid, module)
     os.kill(process, signal.SIGSTOP)
     try:
         eventually(lambda: states_of_threads(process) == {"T"}, within_s=5.0)

@@ -218,7 +218,7 @@ def connect(
 ) -> object:
     async def story() -> object:
         hosts = NamedHosts()
-        hosts._sockets, hosts._look_up = sockets, look_up  # type: ignore[assignment]
+        hosts._sockets, hosts._look_up = sockets, look_up  # type: ignore[assignment]  # of this one only
         async with asyncio.timeout(20):
             return await hosts.connect_tcp("a-name", 80, timeout)
 

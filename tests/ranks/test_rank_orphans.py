@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import Cluster, HttpError, Server, bootstrap_port, cluster, eventually, states_of_threads, workers_of
+from cluster import Cluster, HttpError, Server, bootstrap_port, cluster, eventually, stopped, workers_of
 from rank_gauges import held_by_workers
 
 SOON_S = 10.0
@@ -273,16 +273,6 @@ def half_alone(prefill: Server) -> Half:
 
 
 @contextmanager
-def frozen(process: int) -> Iterator[None]:
-    os.kill(process, signal.SIGSTOP)
-    try:
-        eventually(lambda: states_of_threads(process) == {"T"}, within_s=SOON_S)
-        yield
-    finally:
-        os.kill(process, signal.SIGCONT)
-
-
-@contextmanager
 def both_halves(it: Cluster, *, first: str = "prefill", **fields: Any) -> Iterator[list[http.client.HTTPConnection]]:
     """Under way, with the last page of one shard still missing; they leave at the end."""
     prefill, decode = it.prefills[0], it.decodes[0]
@@ -315,7 +305,7 @@ def test_an_abort_while_pages_move_and_one_shard_stands_still_reaches_every_shar
     it: Cluster, tokens: list[list[int]], shard: int
 ) -> None:
     prefill, decode = it.prefills[0], it.decodes[0]
-    with frozen(workers_of(decode)[shard]):
+    with stopped(workers_of(decode)[shard]):
         for _ in range(TRIES):
             with both_halves(it):
                 eventually(lambda: prefill.state()["queues"]["sending"], within_s=SOON_S, what=prefill.state)
@@ -330,7 +320,7 @@ def test_an_abort_while_a_batch_is_on_one_worker_reaches_every_worker(
     it: Cluster, tokens: list[list[int]], shard: int
 ) -> None:
     prefill = it.prefills[0]
-    with frozen(workers_of(prefill)[shard]):
+    with stopped(workers_of(prefill)[shard]):
         with both_halves(it):
             eventually(lambda: prefill.state()["window"], within_s=SOON_S, what=prefill.state)
         eventually(lambda: prefill.state()["queues"]["draining"], within_s=SOON_S, what=prefill.state)
