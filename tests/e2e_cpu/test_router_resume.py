@@ -245,6 +245,28 @@ def test_streams_of_a_decode_that_hangs_go_on_with_another_one(it: Cluster, who:
         assert resumed(other.router) >= 1
 
 
+@pytest.mark.slow
+def test_streams_of_a_dp_rank_that_hangs_go_on_with_another_one(it: Cluster) -> None:
+    """Its server is well, as its other rank is. It says of the streams of this one that they do not go on with it, once
+    half of the watchdog's time is over, all of which is longer than the pause of a stream may be."""
+    assert it.unified is not None
+    names = [name for name in FORMS if name not in SEVERAL]
+    alone = {name: put_together(name, all_of(it.unified, name)) for name in names}
+    with cluster(
+        prefills=1, decodes=1, flags=FLAGS, decode_flags=("--dp-size", "2", "--watchdog-timeout", "36")
+    ) as other:
+        assert other.router is not None
+        hanging = workers_of(other.decodes[0])[0]
+        try:
+            answers = under_a_kill(
+                lambda: os.kill(hanging, signal.SIGSTOP), [Reading(other.router, name) for name in names]
+            )
+        finally:
+            os.kill(hanging, signal.SIGCONT)
+        assert [put_together(name, events) for name, events in answers] == [alone[name] for name in names]
+        assert resumed(other.router) >= 1
+
+
 def under_a_kill(kills: Callable[[], None], readings: list[Reading]) -> list[tuple[str, list[dict[str, Any]]]]:
     """What clients get whose streams have begun when somebody is killed."""
     with ThreadPoolExecutor(len(readings)) as pool:

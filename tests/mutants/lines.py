@@ -7779,6 +7779,34 @@ OTHERS = (
         "        assert said",
         "unit/test_router_shell.py::test_a_silent_stream_of_a_decode_that_stands_still_goes_on_with_another_one",
     ),
+    Break(
+        "streams_leave_a_server_whose_only_ranks_all_stand_still",
+        "server/api/live_requests.py",
+        "if not trouble or not self.is_any_active:",
+        "if not trouble:",
+        "unit/test_live_requests.py::test_a_stream_moves_from_a_rank_that_stands_still_while_others_work",
+    ),
+    Break(
+        "whoever_cannot_go_on_elsewhere_is_ended",
+        "server/api/live_requests.py",
+        "return live.may_move and live.num_tokens > 0",
+        "return live.num_tokens > 0",
+        "unit/test_live_requests.py::test_a_stream_moves_from_a_rank_that_stands_still_while_others_work",
+    ),
+    Break(
+        "a_stream_moves_at_its_first_silence",
+        "server/api/live_requests.py",
+        "and spoke_at + QUIET_NS <= now",
+        "and spoke_at <= now",
+        "unit/test_live_requests.py::test_a_stream_moves_from_a_rank_that_stands_still_while_others_work",
+    ),
+    Break(
+        "no_stream_may_move",
+        "server/api/stream.py",
+        "may_move = self._teller is not None",
+        "may_move = False",
+        "unit/test_api_resume.py::test_a_stream_may_move_of_which_its_router_asks_to_be_told",
+    ),
 )
 
 

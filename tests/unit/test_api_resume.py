@@ -3,7 +3,7 @@
 import asyncio
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any  # JSON documents
 
@@ -18,6 +18,7 @@ from tandem.core.values import Cause
 from tandem.sampling import Payload
 from tandem.server import wire
 from tandem.server.api.errors import Failure
+from tandem.server.api.live_requests import IncomingRequest, LiveRequests
 from tandem.server.api.resume import (
     ASKS,
     FIELD,
@@ -139,6 +140,21 @@ def by_choice(data: bytes) -> dict[int, list[bytes]]:
 def shown(frames: list[tuple[ResumeFrame, bytes]]) -> bytes:
     """Without the one time that is of the end and not of the beginning."""
     return re.sub(rb'"completed_at":\d+', b"", b"".join(data for _, data in frames))
+
+
+def test_a_stream_may_move_of_which_its_router_asks_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, seen = LiveRequests.submit, list[bool]()
+
+    def submitted(requests: LiveRequests, arrivals: Sequence[IncomingRequest], *rest: Any, **more: Any) -> Any:
+        seen.extend(arrival.may_move for arrival in arrivals)
+        return submit(requests, arrivals, *rest, **more)
+
+    monkeypatch.setattr(LiveRequests, "submit", submitted)
+    w = decode_that_says(ids("one"))
+    with w.http() as http:
+        for headers in ({ASKS: "1"}, {}):
+            http.post("/v1/completions", json={"prompt": "hi", "stream": True} | PAIR, headers=headers)
+    assert seen == [True, False]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -44,7 +44,7 @@ class Edge:
         requests.emitted((RequestId(1),), self.now)
         requests.blocked(first.client, self.now)
         requests.reads(first.client)
-        requests.see_trouble(1, "the worker hangs")
+        requests.see_trouble(1, "the worker hangs", self.now)
         requests.stop(RequestId(2), self.now)
         requests.abort_named("mine", self.now)
         requests.withdraw(second.client, [0], Cause.QUEUE_FULL, "full")

@@ -13,6 +13,7 @@ from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInf
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.server.api.errors import Problem
 from tandem.server.api.live_requests import (
+    QUIET_NS,
     SILENCE_GRACE_NS,
     SWEEP_NS,
     Action,
@@ -121,6 +122,26 @@ def test_whoever_was_told_to_end_has_the_stall_timeout_or_less_whatever_comes(se
     actions, at = woken(requests, START + 10 * STALL_NS)
     assert actions == silent(1)
     assert at <= START + min(STALL_NS, int(seconds * SECOND) + SILENCE_GRACE_NS)
+
+
+def test_a_stream_moves_from_a_rank_that_stands_still_while_others_work() -> None:
+    """The others wait: who has no token yet or cannot go on elsewhere, and whoever runs on another rank."""
+    requests = LiveRequests(2, 30 * SECOND)
+    for dp_rank in range(2):
+        requests.ready(dp_rank)
+    who = [(0, True), (0, False), (1, True), (0, True), (0, True)]
+    arrivals = [structs.replace(arrival(requests), routed=dp_rank, may_move=moves) for dp_rank, moves in who]
+    submitted(requests, *arrivals)
+    requests.emitted([RequestId(number) for number in (1, 2, 3, 5)], START)
+    requests.stop(RequestId(5), START)
+    assert requests.see_trouble(0, "the worker hangs", Nanos(START + QUIET_NS - 1)) == []
+    requests.see_trouble(1, "the other one, too", START)
+    assert requests.see_trouble(0, "the worker hangs", Nanos(START + QUIET_NS)) == [], "our health tells it"
+    assert requests.see_trouble(1, "", Nanos(START + QUIET_NS)) == []
+    failure = FailRequest(RequestId(1), Cause.WORKER_LOST, "node", "the worker still hangs")
+    moved = requests.see_trouble(0, "the worker still hangs", Nanos(START + QUIET_NS))
+    assert moved == [TellNode(0, AbortRequested(RequestId(1))), EndRequest(failure)]
+    assert requests.see_trouble(0, "", Nanos(START + 3 * QUIET_NS)) == [], "it works again"
 
 
 def test_a_client_that_takes_nothing_is_cut_off_and_its_requests_are_aborted() -> None:

@@ -198,7 +198,8 @@ class World:
         pages = self.checkers.tier_pages
         self.tiers = Tiers(self.options, self.clock, pages, self.push, self.count, lambda: self.is_healed)
         tick_ns = self.options.watchdog_ns // TICKS
-        self.watchdogs = Watchdogs(self.clock, self.servers, tick_ns, self.checkers.watchdog_has_ticked, self._hangs)
+        ticked = self.checkers.watchdog_has_ticked
+        self.watchdogs = Watchdogs(self.clock, self.servers, tick_ns, ticked, self.edge.see_trouble, self._hangs)
         self.log = hashlib.blake2b(digest_size=16)
         self.encoder = msgspec.msgpack.Encoder()
         self._build()

@@ -479,7 +479,7 @@ class Endpoints:
         return Teller(Proofs(self._limits.keys.digests, opening, digests), opening, asks, self._serves)
 
     def _serves(self) -> bool:
-        return bool(self._client.there)
+        return self._client.is_any_active
 
     async def _resumed(self, request: Request, raw: bytes) -> Resume | None:
         """What of a stream was said elsewhere; only who asks to be told of one can have it."""

@@ -130,7 +130,7 @@ class NodeClient:
                 port,
                 hosts or Hosts(),
                 state,
-                partial(self._requests.see_trouble, dp_rank),
+                partial(self._see_trouble, dp_rank),
                 num_ranks=len(ports),
             )
             for dp_rank, (port, state) in enumerate(zip(ports, self._requests.ranks, strict=True))
@@ -168,6 +168,10 @@ class NodeClient:
     @property
     def is_healthy(self) -> bool:
         return self._requests.is_healthy
+
+    @property
+    def is_any_active(self) -> bool:
+        return self._requests.is_any_active
 
     @property
     def num_live(self) -> int:
@@ -211,17 +215,20 @@ class NodeClient:
         *,
         routed: Sequence[int | None] = (),
         request_id: str = "",
+        may_move: bool = False,
         is_canary: bool = False,
     ) -> Iterator[Generation]:
         """Have nodes run these requests, all or none, until the block is left: what has not ended then is aborted.
 
         `names[i]` are the rids by which the i-th can be aborted, `routed[i]` is the DP rank that it asks for. What
-        runs by the same rids for the same `request_id` ends: a router tries again. Raises `Refusal` when nothing can be
-        accepted or a rid is live already; then the nodes hear of that only.
+        runs by the same rids for the same `request_id` ends: a router tries again. may_move: see `IncomingRequest`.
+        Raises `Refusal` when nothing can be accepted or a rid is live already; then the nodes hear of that only.
         """
         generation = Generation()
         rows = zip(submits, names, routed or [None] * len(submits), strict=True)
-        arrivals = [IncomingRequest(submit.request, group, dp_rank, request_id) for submit, group, dp_rank in rows]
+        arrivals = [
+            IncomingRequest(submit.request, group, dp_rank, request_id, may_move) for submit, group, dp_rank in rows
+        ]
         self._submit(submits, arrivals, generation, is_canary=is_canary)
         try:
             yield generation
@@ -404,6 +411,9 @@ class NodeClient:
         self._set_timer()
 
     # what is decided
+
+    def _see_trouble(self, dp_rank: int, trouble: str) -> None:
+        self._do(self._requests.see_trouble(dp_rank, trouble, self._time()))
 
     def _do(self, actions: Sequence[Action]) -> int:
         """How many there were."""

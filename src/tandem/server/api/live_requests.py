@@ -7,9 +7,11 @@ until when its node must have spoken:
     after a token            the stall timeout, and the same grace
     once told to end         the stall timeout, or what was left if that is less; tokens that still come change nothing
 
-It ends, with one `EndRequest`, by the first of: its node's terminal message, the loss of that node, or that moment.
-What comes later changes nothing. Whatever ends without its node leaves nobody waiting: the node is told to abort it,
-and whoever looks for its room is told by a rank that is left that there is nothing.
+It ends, with one `EndRequest`, by the first of: its node's terminal message, the loss of that node, or that moment. A
+stream that may go on elsewhere does not wait for that moment where its rank stands still and others do not: it ends
+once nothing has come for `QUIET_NS`. What comes later changes nothing. Whatever ends without its node leaves nobody
+waiting: the node is told to abort it, and whoever looks for its room is told by a rank that is left that there is
+nothing.
 
 The shell around it owns connections, tokens, text and timers. Of tokens it says for whom they came, of a stop string
 that it was found, of a client that it has left, or that it takes nothing (`blocked`, `reads`): who does that for longer
@@ -31,11 +33,12 @@ from tandem.core.dp_dispatch import NO_ROOM, DispatchLoad, Loads, Newcomer, Refu
 from tandem.core.events import AbortRequested, DrainRequested, RequestRefused, StopMatched
 from tandem.core.request import Request
 from tandem.core.settings import LoadBalanceMethod, PrefillInfo
-from tandem.core.values import MILLISECOND, Cause, Nanos, RequestId, Room
+from tandem.core.values import MILLISECOND, SECOND, Cause, Nanos, RequestId, Room
 from tandem.server.api.errors import Failure, Problem
 
 SILENCE_GRACE_NS = 500 * MILLISECOND  # how long after a deadline the node may still say it itself
 SWEEP_NS = 100 * MILLISECOND  # between two looks at all requests; so much later than that one may end
+QUIET_NS = Nanos(10 * SECOND)  # of a stream that may move, while its rank stands still and others do not
 LOADING = "the model is still being loaded"
 
 ClientId = NewType("ClientId", int)  # one HTTP request, with all of its samples
@@ -48,6 +51,7 @@ class IncomingRequest(Struct, frozen=True):
     names: tuple[str, ...] = ()  # the rids under which it can be aborted
     routed: int | None = None  # the DP rank that it asks for
     request_id: str = ""  # of the client's request: the same each time that a router tries it
+    may_move: bool = False  # a stream: its router has it go on at another rank, or server, where this one cannot
 
 
 class TellNode(Struct, frozen=True):
@@ -153,6 +157,7 @@ class LiveRequest:
     client: ClientId
     give_up_at: Nanos  # by then the node must have spoken
     is_canary: bool
+    may_move: bool = False
     num_tokens: int = 0  # that have come
     is_told: bool = False  # the node knows that nobody wants more tokens
 
@@ -198,7 +203,12 @@ class LiveRequests:
 
     @property
     def is_healthy(self) -> bool:
-        return self.is_ready and any(rank.is_active for rank in self.ranks)
+        return self.is_ready and self.is_any_active
+
+    @property
+    def is_any_active(self) -> bool:
+        """In some rank all processes make progress, whether requests are accepted or not."""
+        return any(rank.is_active for rank in self.ranks)
 
     def is_named(self, name: str) -> bool:
         return name in self._named
@@ -231,9 +241,19 @@ class LiveRequests:
         self.has_started = self.has_started or all(rank.is_there for rank in self.ranks)
 
     @recorded
-    def see_trouble(self, dp_rank: int, trouble: str) -> None:
-        """Whoever watches over this rank says which of its processes makes no progress; empty: all do."""
+    def see_trouble(self, dp_rank: int, trouble: str, now: Nanos) -> list[Action]:
+        """Whoever watches over this rank says which of its processes makes no progress; empty: all do. While one does
+        not, it is said again and again, as it lasts longer. Where all ranks stand still a router knows by our health.
+        """
         self.ranks[dp_rank].trouble = trouble
+        if not trouble or not self.is_any_active:
+            return []
+        actions: list[Action] = []
+        for live in [live for live in self._live.values() if live.dp_rank == dp_rank and self._is_to_move(live, now)]:
+            request = live.request.id
+            actions.append(TellNode(dp_rank, AbortRequested(request)))
+            actions += self._end(live, FailRequest(request, Cause.WORKER_LOST, "node", trouble))
+        return actions
 
     @recorded
     def lose(self, reason: str, dp_rank: int | None = None) -> list[Action]:
@@ -415,7 +435,9 @@ class LiveRequests:
     def _begin(self, arrival: IncomingRequest, dp_rank: int, client: ClientId, now: Nanos, *, is_canary: bool) -> None:
         request = arrival.request
         give_up_at = Nanos(now + request.timeout_ns + SILENCE_GRACE_NS)
-        live = LiveRequest(request, dp_rank, arrival.names, arrival.request_id, client, give_up_at, is_canary)
+        live = LiveRequest(
+            request, dp_rank, arrival.names, arrival.request_id, client, give_up_at, is_canary, arrival.may_move
+        )
         self._live[request.id] = live
         self._clients.setdefault(client, {})[request.id] = None
         for name in live.names:
@@ -427,6 +449,10 @@ class LiveRequests:
         rank.num_tokens += request.prompt_len
         if self.wake_at is None or give_up_at < self.wake_at:
             self.wake_at = give_up_at
+
+    def _is_to_move(self, live: LiveRequest, now: Nanos) -> bool:
+        spoke_at = live.give_up_at - SILENCE_GRACE_NS - self.stall_ns  # of one that has tokens and is to have more
+        return live.may_move and live.num_tokens > 0 and not live.is_told and spoke_at + QUIET_NS <= now
 
     def _hurry(self, live: LiveRequest, now: Nanos) -> None:
         live.is_told = True
@@ -479,7 +505,7 @@ class LiveRequests:
     def _ranks_for(self, arrivals: Sequence[IncomingRequest], *, is_canary: bool) -> list[int] | Failure:
         """A failure changes nothing."""
         # Where in every rank something hangs, each still gets its own: it may go on.
-        is_any_active = any(rank.is_active for rank in self.ranks)
+        is_any_active = self.is_any_active
         now = [
             DispatchLoad(rank.num_requests, rank.num_tokens, self._is_usable(rank, is_any_active))
             for rank in self.ranks

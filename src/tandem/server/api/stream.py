@@ -330,7 +330,9 @@ class TokenResponse:
         wanted = [one for one in self._prepared if not one.ask.has_ended]
         submits, names = [one.submit for one in wanted], [one.ask.names for one in wanted]
         routed = [one.ask.dp_rank for one in wanted]
-        with self._client.running(submits, names, routed=routed, request_id=self._request_id) as generation:
+        may_move = self._teller is not None
+        running = self._client.running(submits, names, routed=routed, request_id=self._request_id, may_move=may_move)
+        with running as generation:
             self._watch_over(generation)
             generation.cut = scope.get("extensions", {}).get(CUT, generation.cut)
             watch = asyncio.create_task(self._watch_client(receive))

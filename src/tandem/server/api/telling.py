@@ -70,7 +70,7 @@ class Teller:
     def __init__(
         self, proofs: Proofs, opening: Opening | None, asks: Sequence[SampleRequest], serves: Callable[[], bool]
     ) -> None:
-        """opening: None of a stream that was begun elsewhere, whose router has it. serves: whether a rank is there"""
+        """opening: None of a stream that was begun elsewhere, whose router has it. serves: whether a rank works"""
         self._proofs, self._opening, self._serves = proofs, opening, serves
         self._num_told = {ask.index: ask.num_said for ask in asks if ask.said is not None}  # tokens of a choice
         self._said = bytearray()  # for the next frame

@@ -101,9 +101,10 @@ class Edge:
         routed: int | None = None,
         is_given_up: bool = False,
         num_said: int = 0,
+        may_move: bool = False,
     ) -> Half | Failure:
         """One half has reached its server. `is_given_up`: its sender has gone already. num_said: tokens of the answer
-        that its client has from elsewhere: those behind them are wanted."""
+        that its client has from elsewhere: those behind them are wanted. may_move: see `IncomingRequest`."""
         timeout_ns = exchange.ask.timeout_ns if timeout_ns is None else timeout_ns
         requests, rendered_at = self._requests_of(server), self._time_for(exchange, server.name)
         script = exchange.ask.script_at(rendered_at, server.role)
@@ -115,7 +116,7 @@ class Edge:
             exchange.ask, script, requests.next_id(), room, peer, timeout_ns, rendered_at=rendered_at, chain=chain
         )
         names = (exchange.ask.rid,) if self.refuses else ()
-        arrival = IncomingRequest(request, names, routed, request_id=str(exchange.ask.index))
+        arrival = IncomingRequest(request, names, routed, str(exchange.ask.index), may_move)
         placed = requests.submit([arrival], self._now(server))
         if isinstance(placed, Declined):
             return self._decline(server, placed.failure, placed.actions)
@@ -366,6 +367,11 @@ class Edge:
             return
         server.wakes_at = None
         self._do(server, requests.wake(self._now(server)))
+
+    def see_trouble(self, server: Server, dp_rank: int, trouble: str) -> None:
+        """As its watchdog has it."""
+        if server.requests is not None:
+            self._do(server, server.requests.see_trouble(dp_rank, trouble, self._now(server)))
 
     def go_on(self, server: Server) -> None:
         """It was frozen, and is not any more, sooner than it seemed."""

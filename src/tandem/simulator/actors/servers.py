@@ -97,6 +97,11 @@ class Server:
         """`/health` says why it is not well: a node, or a worker of it, stands still."""
         return self.requests is not None and not self.requests.is_healthy
 
+    @property
+    def serves(self) -> bool:
+        """A rank of it works."""
+        return self.requests is not None and self.requests.is_any_active
+
     def trusts(self, rank: Replica) -> bool:
         """It gives this rank requests, whatever the others do."""
         return self.requests is not None and self.requests.ranks[rank_number(rank.name)].is_active

@@ -136,6 +136,7 @@ class SimulatedConnection:
             routed=ask.routed_rank,
             is_given_up=self.is_over,
             num_said=0 if self.has_all else self.num_said,
+            may_move=self.side is Side.DECODE and self.caller.can_be_resumed,
         )
         if not isinstance(half, Half):
             self._reject(half.status, is_retryable=RULES[half.code].retryable)
@@ -253,7 +254,7 @@ class SimulatedConnection:
             return
         if cause is not None and self.upstream.is_resumable and may_go_on(cause):
             self.caller.give_up_message = f"error {cause}"
-            serves_on = cause is Cause.WORKER_LOST and any(rank.life is not None for rank in self.server.ranks)
+            serves_on = cause is Cause.WORKER_LOST and self.server.serves
             self._hear_last(self.upstream.give_up(cause.value, silent_ns=self._silent_ns, serves_on=serves_on))
             return
         said = self.upstream.end(cause, "the worker is lost" if cause is Cause.WORKER_LOST else "")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.core.stall_detector import TICKS, ProgressReport, Stall
+from tandem.core.stall_detector import TICKS, ProgressReport
 from tandem.core.values import SECOND
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.actors.servers import Server, rank_number, server_of
@@ -27,6 +27,7 @@ class Watchdogs:
     servers: dict[str, Server]
     tick_ns: int
     see: Callable[[Life], None]  # a tick has gone by
+    tell: Callable[[Server, int, str], None]  # an API process, what is wrong with a rank; empty: nothing is
     fire: Callable[[Life], None]  # its time is over
     fired: Counter[str] = field(default_factory=Counter)  # by the process that hung
     num_recovered: int = 0  # sick ones that went on in time
@@ -76,14 +77,12 @@ class Watchdogs:
             answer_if_it_can(life)
         if vitals.questions.tick():
             answer_if_it_can(life)
-        is_sick = vitals.liveness.longest.is_sick
+        longest = vitals.liveness.longest
+        is_sick = longest.is_sick
         if was_sick or is_sick:
-            self._tell(server, vitals.liveness.longest, rank_number(life.replica.name))
+            trouble = longest.describe(self.tick_ns / SECOND) if is_sick else ""
+            self.tell(server, rank_number(life.replica.name), trouble)
         self.num_recovered += was_sick and not is_sick
-
-    def _tell(self, server: Server, longest: Stall, rank: int) -> None:
-        if server.requests is not None:
-            server.requests.see_trouble(rank, longest.describe(self.tick_ns / SECOND) if longest.is_sick else "")
 
 
 def answer_if_it_can(life: Life) -> None:
