@@ -27,7 +27,7 @@ def flags_page() -> str:
         choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else ""
         names = ", ".join(f"`{alias}`" for alias in field.metadata["aliases"])
         value = "" if kind is bool else f" {choices or field.metadata['metavar'] or kind.__name__.upper()}"
-        value += " ..." if kind is tuple and "nargs" in collected(field.name) else ""
+        value += " ..." if kind is tuple and "nargs" in collected(field) else ""
         default = "-" if field.default in (None, ()) else f"`{field.default}`"
         if field.default in (True, False) and kind is bool:
             default = "on" if field.default else "off"

@@ -32,7 +32,13 @@ class ServerConfig(DoorConfig):
     """
 
     model: str
-    served_model_name: str | None = flag(None, "model name in the API (default: MODEL as given)", metavar="NAME")
+    served_model_name: tuple[str, ...] = flag(
+        (),
+        "model name in the API (default: MODEL as given); of several, behind which MODEL cannot stand, the first is in "
+        "metrics and answers to requests without one",
+        metavar="NAME",
+        stand_in_row=True,
+    )
     dtype: str = flag(
         "auto",
         "weights and activations; auto: as stored, float16 as float32, or beside codes as bfloat16; half and float are "
@@ -326,8 +332,12 @@ class ServerConfig(DoorConfig):
         return "unified" if self.disaggregation_mode == "null" else self.disaggregation_mode
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.served_model_name or (self.model,)
+
+    @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model
+        return self.model_names[0]
 
     @property
     def num_workers(self) -> int:

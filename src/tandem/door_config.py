@@ -20,11 +20,13 @@ def flag(
     is_secret: bool = False,
     aliases: tuple[str, ...] = (),
     other_words: Mapping[str, str] = MappingProxyType({}),
+    stand_in_row: bool = False,
 ) -> Any:
     """A field of a configuration that is also a command-line flag `--like-this`. A secret one is never shown.
 
     aliases: other names of the flag, for people who come from other servers.
     other_words: for choices, for the same people; a configuration has the choices themselves.
+    stand_in_row: of words: several may stand behind the flag, as numbers always may.
     """
     metadata = {
         "help": text,
@@ -33,6 +35,7 @@ def flag(
         "is_secret": is_secret,
         "aliases": aliases,
         "other_words": other_words,
+        "stand_in_row": stand_in_row,
     }
     return field(default=default, repr=not is_secret, metadata=metadata)
 

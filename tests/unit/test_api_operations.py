@@ -131,7 +131,7 @@ def test_server_info_has_what_gateways_read_and_no_keys() -> None:
 
 
 def test_model_info_and_models_describe_the_model() -> None:
-    with world(served_model_name="small").http() as http:
+    with world(served_model_name=("small",)).http() as http:
         assert http.get("/model_info").json() == http.get("/get_model_info").json()
         assert http.get("/model_info").json()["is_generation"] is True
         (card,) = http.get("/v1/models").json()["data"]
@@ -140,8 +140,21 @@ def test_model_info_and_models_describe_the_model() -> None:
         assert http.get("/v1/models/other").status_code == 404
 
 
+def test_a_model_is_known_by_each_of_its_names() -> None:
+    with world(says("ok"), served_model_name=("small", "its-family")).http() as http:
+        cards = http.get("/v1/models").json()["data"]
+        assert [card["id"] for card in cards] == ["small", "its-family"]
+        assert http.get("/v1/models/its-family").json() == cards[1]
+        for asked, told in (("small", "small"), ("its-family", "its-family"), (None, "small")):
+            body = {"prompt": "hi"} | ({"model": asked} if asked else {})
+            assert http.post("/v1/completions", json=body).json()["model"] == told
+        refused = http.post("/v1/completions", json={"prompt": "hi", "model": "other"}).json()["error"]
+        assert (refused["param"], "'small', 'its-family'" in refused["message"]) == ("model", True)
+        assert http.get("/server_info").json()["served_model_name"] == "small"
+
+
 def test_models_without_a_name_are_all_of_them() -> None:
-    with world(served_model_name="small").http() as http:
+    with world(served_model_name=("small",)).http() as http:
         assert http.get("/v1/models/").json() == http.get("/v1/models").json()
 
 

@@ -81,6 +81,12 @@ def test_without_flags_the_configuration_is_the_default() -> None:
     assert parse() == ServerConfig(model="some/model")
 
 
+@pytest.mark.parametrize("words", [("a", "b"), ("a,b",), ("a", "--served-model-name", "b")])
+def test_names_of_a_model_may_stand_behind_each_other(words: tuple[str, ...]) -> None:
+    assert parse("--served-model-name", *words, "--port", "1").model_names == ("a", "b")
+    assert parse().model_names == ("some/model",)
+
+
 @pytest.mark.parametrize(("name", "field"), flags())
 def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.Namespace) -> None:
     kind = kind_of(field.name)
@@ -88,7 +94,7 @@ def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.N
         words, expected = [f"--no-{name[2:]}" if field.default else name], not field.default
     elif field.metadata["choices"]:
         words, expected = [name, field.metadata["choices"][-1]], field.metadata["choices"][-1]
-    elif kind is tuple and collected(field.name)["type"] is float:
+    elif kind is tuple and collected(field)["type"] is float:
         words, expected = [name, "1", "2.5", name, "4"], (1.0, 2.5, 4.0)
     elif kind is tuple:
         words, expected = [name, "a,b", name, "c"], ("a", "b", "c")

@@ -22,12 +22,17 @@ METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "X"}
 
 
 class Collect(argparse.Action):
-    """A flag that may be repeated. Words may stand between commas or as a list in JSON, numbers behind each other."""
+    """A flag that may be repeated. Words may stand between commas or as a list in JSON, numbers behind each other; of
+    some flags words, too.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        parts = values if isinstance(values, list) else words_of(values)
-        if parts is None:
-            raise argparse.ArgumentError(self, f"{values!r} is no list of words in JSON")
+        parts: list[object] = []
+        for value in values if isinstance(values, list) else [values]:
+            found = words_of(value) if isinstance(value, str) else [value]
+            if found is None:
+                raise argparse.ArgumentError(self, f"{value!r} is no list of words in JSON")
+            parts += found
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), *parts))
 
 
@@ -57,9 +62,7 @@ def _add_flag(group: Any, name: str, field: Any, settings: type) -> None:
     if kind is bool:
         options["action"] = "store_true" if field.default is False else argparse.BooleanOptionalAction
     else:
-        options |= (
-            {"action": Collect, **collected(field.name, settings)} if kind is tuple else {"type": scalar(kind, words)}
-        )
+        options |= {"action": Collect, **collected(field, settings)} if kind is tuple else {"type": scalar(kind, words)}
         options["metavar"] = field.metadata["metavar"] or (None if field.metadata["choices"] else METAVARS[kind])
     if field.metadata["choices"]:
         options["choices"] = field.metadata["choices"]
@@ -148,10 +151,11 @@ def count(text: str) -> int:
     return whole(text, least=1)
 
 
-def collected(name: str, settings: type = ServerConfig) -> dict[str, Any]:
+def collected(field: Any, settings: type = ServerConfig) -> dict[str, Any]:
     """What a tuple is made of: `tuple[float, ...]` takes several words, as SGLang's lists do."""
-    part = get_args(get_type_hints(settings)[name])[0]
-    return {"type": part} if part is str else {"type": part, "nargs": "+"}
+    part = get_args(get_type_hints(settings)[field.name])[0]
+    is_one_word = part is str and not field.metadata["stand_in_row"]
+    return {"type": part} if is_one_word else {"type": part, "nargs": "+"}
 
 
 def help_text(field: Any) -> str:

@@ -150,22 +150,24 @@ class Ops:
         return json_response({"version": __version__})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()], "has_more": False})
+        cards = [self._card(name) for name in self._config.model_names]
+        return json_response({"object": "list", "data": cards, "has_more": False})
 
     async def one_model(self, request: Request) -> Response:
         from_path = request.path_params["id"]
         if not from_path:  # who joins a base and a path may leave a slash behind it
             return await self.models(request)
         check_model(from_path, self._config)
-        return json_response(self._card())
+        named = from_path if from_path in self._config.model_names else self._config.model_name
+        return json_response(self._card(named))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         """As OpenAI's clients read it, and Anthropic's: `type`, `display_name`, `created_at`."""
         return {
-            "id": self._config.model_name,
+            "id": name,
             "object": "model",
             "type": "model",
-            "display_name": self._config.model_name,
+            "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
             "created": self._created,
             "owned_by": DIALECT,
@@ -216,7 +218,7 @@ class Ops:
         )
 
     async def about(self, request: Request) -> Response:
-        return json_response(about(request.app.routes, role=self._limits.role, models=[self._config.model_name]))
+        return json_response(about(request.app.routes, role=self._limits.role, models=self._config.model_names))
 
     async def docs(self, request: Request) -> Response:
         return docs_response(self._limits.role, self._limits.dp_size, self._limits.task)
@@ -404,8 +406,9 @@ def aggregate(loads: list[Numbers]) -> Numbers:
 
 def check_model(name: str | None, config: ServerConfig) -> None:
     """Raises `Refusal` for a model that is not served here; no name means the one there is."""
-    if name and name not in (config.model_name, config.model):
-        detail = f"the model {name!r} is not served here; it serves {config.model_name!r}"
+    if name and name not in (*config.model_names, config.model):
+        served = ", ".join(map(repr, config.model_names))
+        detail = f"the model {name!r} is not served here; it serves {served}"
         raise Refusal(Problem.MODEL_NOT_FOUND, detail, param="model")
 
 
