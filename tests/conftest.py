@@ -50,11 +50,12 @@ class Part:
 
 
 OF_THE_ENGINE = ("engine", "native", "draws", "int8_kv", "lean_torch", "torch_linear")
+OF_CLIENTS = ("openapi_schemathesis", "api_openai_sdk", "api_messages_sdk", "api_responses_sdk")  # programs of others
 
 PARTS = (
     Part("engine", (*(f"unit/test_{name}" for name in OF_THE_ENGINE), "e2e_cpu/test_engine"), 150),
+    Part("clients", (*(f"unit/test_{name}" for name in OF_CLIENTS), "e2e_cpu/test_clients"), 60),
     Part("units, laws, scenarios", ("unit/", "laws/", "scenarios/"), 60),
-    Part("clients", ("e2e_cpu/test_clients",), 60),
     Part("processes", ("e2e_cpu/",), 300),
     Part("ranks", ("ranks/",), 240),
     Part("fuzz", ("fuzz/",), 30),
