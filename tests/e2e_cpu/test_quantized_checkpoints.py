@@ -53,6 +53,20 @@ def refusal(where: Path, **settings: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["gptq4", "awq", "gguf4"])
+def test_a_quantised_checkpoint_has_as_many_parameters_as_the_plain_one(name: str, tmp_path: Path) -> None:
+    theirs = make_llama(tmp_path / "source", **SIZES)
+    quantised, plain = quantised_pair(tmp_path / "source", FORMATS[name], tmp_path)
+
+    assert load(quantised).num_parameters == load(plain).num_parameters == theirs.num_parameters()
+
+
+def test_what_a_file_holds_as_one_tensor_is_counted_once(tmp_path: Path) -> None:
+    theirs = make_phi3(tmp_path, tie_word_embeddings=True)
+
+    assert load(tmp_path).num_parameters == theirs.num_parameters()
+
+
 @pytest.mark.parametrize("native", ["", OFF])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantised_checkpoint_computes_what_its_dequantised_weights_do(

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -172,6 +173,18 @@ def test_no_more_run_than_the_flag_says_and_the_others_wait(server: Server) -> N
     for waiting in requests:
         waiting.close()
     eventually(server.is_idle, what=server.state)
+
+
+def test_it_says_what_it_runs_and_a_request_to_copy_when_it_is_ready(server: Server) -> None:
+    assert re.search(
+        r"\bengine: products by .*; 1\.9M parameters in float32, context of 8192 tokens, KV for 2048$", server.log, re.M
+    )
+    (line,) = (line for line in server.log.splitlines() if line.startswith("curl "))
+    words = shlex.split(line)
+    url, body = next(word for word in words if "://" in word), words[words.index("-d") + 1]
+    assert url.startswith(server.url)
+    answer = server.call("POST", url.removeprefix(server.url), json.loads(body))
+    assert answer["choices"][0]["message"]["content"]
 
 
 def test_batches_are_logged_under_the_numbers_of_their_launch(server: Server) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import errno
+import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,7 +24,8 @@ from tandem.core.settings import PrefillInfo
 from tandem.core.values import Incarnation, Room
 from tandem.server import wire
 from tandem.server.api.bootstrap import monotonic_now
-from tandem.server.api.process import ApiProcess
+from tandem.server.api.limits import Task
+from tandem.server.api.process import ApiProcess, request_to_copy
 from tandem.server.hosts.leader import NoOtherHosts
 from tandem.server.node import process as node_process
 from tandem.server.node.listener import ControlListener
@@ -125,6 +128,25 @@ def test_a_prefill_registers_with_its_own_bootstrap_server_and_announces_the_ran
         assert asyncio.run(story()) == {Room(7): 0}
     finally:
         listeners.close()
+
+
+@pytest.mark.parametrize(
+    ("task", "chats", "key", "told"),
+    [
+        (Task.TOKENS, True, None, "/v1/chat/completions -H "),
+        (Task.TOKENS, False, None, "/v1/completions -H "),
+        (Task.EMBEDDINGS, True, None, "/v1/embeddings -H "),
+        (Task.SCORES, False, None, "/v1/rerank -H "),
+        (Task.TOKENS, True, "k3y", '/v1/chat/completions -H "authorization: Bearer $TANDEM_API_KEY" -H '),
+    ],
+)
+def test_the_request_to_copy_is_one_that_the_model_answers(task: Task, chats: bool, key: str | None, told: str) -> None:
+    config = ServerConfig(model="m", port=0, api_key=key)
+    with contextlib.closing(bind_listeners(config)) as listeners:
+        line = request_to_copy(config, listeners, task, chats=chats)
+        assert line.startswith(f"curl -s http://127.0.0.1:{listeners.http_port}{told}")
+    json.loads(shlex.split(line)[-1])
+    assert "k3y" not in line
 
 
 def test_port_0_is_a_free_port_and_an_address_that_can_be_dialled() -> None:

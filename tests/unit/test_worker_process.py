@@ -24,7 +24,7 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire, worker_process
 from tandem.server.channel import BlockingChannel
 from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure
-from tandem.server.worker_process import Worker, layout_digest, start
+from tandem.server.worker_process import Worker, in_thousands, layout_digest, start
 from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import Held
 
@@ -253,6 +253,14 @@ def test_a_worker_that_ends_because_its_node_is_gone_is_not_blamed(monkeypatch: 
 
 
 MINI = Path(__file__).parents[2] / "src/tandem/bundled/mini"
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(999, "999"), (5_800, "5.8k"), (1_935_360, "1.9M"), (387_000_000, "387.0M"), (7 * 10**9, "7.0B")],
+)
+def test_parameters_are_said_in_the_usual_letters(count: int, said: str) -> None:
+    assert in_thousands(count) == said
 
 
 def test_a_kv_pool_beyond_the_machine_is_refused_at_start_with_what_fits() -> None:

@@ -1,5 +1,7 @@
 """What a model takes its tensors from, checked against what `config.json` says of it."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from tandem.engine.layers.packed import PackedCodes, PackedWeight
 from tandem.engine.layers.quantized import GROUPS, LinearWeight, QuantizedWeight, Table, quantized
 from tandem.engine.layers.weights import WHOLE
 from tandem.engine.native.library import Kernels
+from tandem.engine.progress import LoggedProgress
 from tandem.engine.quantization import Quantization
 from tandem.engine.quantized_formats import StoredTensors, read_quantized, refuse_cut_groups
 from tandem.logtext import shown
@@ -18,7 +21,9 @@ MARKS = ("BOOL", "U8", "I64")  # of masks and positions that older checkpoints h
 
 
 class WeightSource:
-    """Hands tensors to a model: checked, in the wanted type, on the wanted device. Remembers which it handed out."""
+    """Hands tensors to a model: checked, in the wanted type, on the wanted device. Remembers which it handed out, and
+    says in the log how far that has come.
+    """
 
     def __init__(
         self,
@@ -34,6 +39,8 @@ class WeightSource:
         self.dtype = dtype
         self.device = device
         self.taken: list[str] = []
+        self._sizes: dict[str, int] = {}  # numbers that weights stand for, by name: some are asked for part by part
+        self._progress = LoggedProgress("loading: tensors", len(checkpoint.names()))
         self.packed_bytes: list[tuple[int, int]] = []  # address and length of what was packed, and is not read any more
         self._checkpoint = checkpoint
         self._quantization = quantization
@@ -45,8 +52,13 @@ class WeightSource:
         other = WeightSource(
             self._checkpoint, dtype=self.dtype, device=self.device, quantization=self._quantization, has_data=False
         )
-        other.taken = self.taken  # one list: it tells of the whole model
+        other.taken, other._sizes, other._progress = self.taken, self._sizes, self._progress  # of the whole model
         return other
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, as far as it was handed out."""
+        return sum(self._sizes.values())
 
     def take(self, name: str, *shape: int, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
         stored, found = self._checkpoint.dtype_of(name), self._checkpoint.shape_of(name)
@@ -60,6 +72,7 @@ class WeightSource:
                 f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
             )
         self.taken.append(name)
+        self._count(name, shape)
         if not self._has_data:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         part = self._checkpoint.tensor(name)[rows]
@@ -107,6 +120,7 @@ class WeightSource:
             return quantized(plain, bits=scheme.bits) if self._has_data else plain
         tensors = StoredTensors(self._checkpoint, name, self.taken)
         stored = read_quantized(scheme, tensors, outputs, inputs)
+        self._count(name, (outputs, inputs))
         if not self._has_data:
             return torch.empty(0)
         return stored.part(name, rows, columns)
@@ -120,4 +134,10 @@ class WeightSource:
                     f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
                 )
         self.taken += names
+        for name in names:
+            self._count(name, self._checkpoint.shape_of(name))
         return {name: self._checkpoint.tensor(name) for name in names}
+
+    def _count(self, name: str, shape: tuple[int, ...]) -> None:
+        self._sizes[name] = math.prod(shape)
+        self._progress.at(len(self.taken))

@@ -54,6 +54,7 @@ class LoadedModel:
     kv_grid: KvGrid  # of the whole model
     dtype: torch.dtype
     device: str
+    num_parameters: int  # of the whole model
     weight_bytes: int  # in memory; mapped ones come there as they are used
     is_packed: bool  # all linear layers
     attention: AttentionRules  # of the layers of its stage
@@ -123,6 +124,7 @@ def load(
         kv_grid=KvGrid(config.num_layers if config.state_space is None else stage.size, config.num_kv_heads),
         dtype=chosen,
         device=device,
+        num_parameters=source.num_parameters,
         weight_bytes=weight_bytes,
         is_packed=source.are_packed,
         attention=_attention_rules(config, own_layers),

@@ -18,6 +18,7 @@ from xxhash import xxh3_128_hexdigest
 from tandem import cgroups
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
+from tandem.engine.progress import LoggedProgress
 
 PIECE_BYTES = 16 << 20
 MOST_THREADS = 8
@@ -48,9 +49,13 @@ def weights_digest(digests: dict[str, str]) -> str:
 
 def _hash(checkpoint: Checkpoint, names: list[str]) -> dict[str, str]:
     threads = min(MOST_THREADS, cgroups.num_cores())
+    progress, found = LoggedProgress("reading for their digests: tensors", len(names)), dict[str, str]()
     with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
         begun = {name: [pool.submit(xxh3_128_hexdigest, each) for each in _pieces(checkpoint, name)] for name in names}
-    return {name: _combined(checkpoint, name, [each.result() for each in done]) for name, done in begun.items()}
+        for name, pieces in begun.items():
+            found[name] = _combined(checkpoint, name, [each.result() for each in pieces])
+            progress.at(len(found))
+    return found
 
 
 def _pieces(checkpoint: Checkpoint, name: str) -> Iterator[memoryview]:

@@ -385,7 +385,15 @@ def load_engine(launch: Launch, place: WorkerPlace) -> Loaded:
     vocabulary = open_vocabulary(Path(launch.model_dir), model) if place.pipeline.samples else None
     engine = open_engine(config, model, place, pool.num_pages, vocabulary)
     native.set_waiting(spins=owns_cores(config, launch.cpu_threads))
-    logger.info("engine: %s, %d threads", engine.kernels, torch.get_num_threads())
+    logger.info(
+        "engine: %s, %d threads; %s parameters in %s, context of %d tokens, KV for %d",
+        engine.kernels,
+        torch.get_num_threads(),
+        in_thousands(model.num_parameters),
+        "/".join(model.layout_fields[name] for name in ("quantization", "dtype") if name in model.layout_fields),
+        config.context_length or model.max_context,
+        pool.num_pages * config.page_tokens,
+    )
     return Loaded(
         engine,
         pool.num_pages,
@@ -397,6 +405,14 @@ def load_engine(launch: Launch, place: WorkerPlace) -> Loaded:
         windows=pool.windows,
         kernels=engine.kernels,
     )
+
+
+def in_thousands(count: int) -> str:
+    """Of thousands, millions or milliards, in the usual letter."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.1f}{letter}"
+    return str(count)
 
 
 Load = Callable[[Launch, WorkerPlace], Loaded]

@@ -52,6 +52,7 @@ from tandem.server.api.connections import ConnectionBounds, api_bounds, raise_fd
 from tandem.server.api.errors import Problem
 from tandem.server.api.gathering import Gathering
 from tandem.server.api.hosts import Hosts
+from tandem.server.api.limits import Task
 from tandem.server.api.loop_watchdog import LoopWatchdog, end_process, try_to
 from tandem.server.api.node_link import NodeLink
 from tandem.server.api.node_rank import NodeRank
@@ -187,6 +188,9 @@ class ApiProcess:
                     self._watch(dp_rank)
                 self._loop_watchdog.start()
                 say(ready_line(self._config, self._listeners))
+                if self._config.role == "unified":  # the halves of a pair are asked by a router
+                    chats = "default" in tokenizer.templates
+                    say(request_to_copy(self._config, self._listeners, model.task, chats=chats))
                 await self._wait_for(self._stop.wait())
             self._client.drain()
             await self._wait_for(self._client.wait_idle(), asyncio.sleep(self._config.drain_timeout))
@@ -506,6 +510,19 @@ def loading_patience_s(first_start_s: float, watchdog_timeout: float, attempt: i
 def ready_line(config: ServerConfig, listeners: Listeners) -> str:
     bootstrap = f", bootstrap port {listeners.bootstrap_port}" if listeners.bootstrap is not None else ""
     return f"tandem: ready: {config.model_name} ({config.role}) at http://{listeners.address}{bootstrap}"
+
+
+def request_to_copy(config: ServerConfig, listeners: Listeners, task: Task, *, chats: bool) -> str:
+    """A line for a shell. chats: the model has a template for them."""
+    path, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is 3 + 4?"}]}'
+    if task is Task.SCORES:
+        path, body = "rerank", '{"query": "a fruit", "documents": ["an apple", "a car"]}'
+    elif task is Task.EMBEDDINGS:
+        path, body = "embeddings", '{"input": "an apple"}'
+    elif not chats:
+        path, body = "completions", '{"prompt": "What is 3 + 4?", "max_tokens": 32}'
+    key = '-H "authorization: Bearer $TANDEM_API_KEY" ' if config.api_key is not None else ""
+    return f"curl -s http://{listeners.address}/v1/{path} {key}-H 'content-type: application/json' -d '{body}'"
 
 
 def load_tokenizer(model: ModelFacts) -> Tokenizer:
