@@ -332,6 +332,21 @@ def test_nothing_of_mapped_codes_is_kept_when_they_are_packed(
             assert size in forgotten
 
 
+def test_a_bias_beside_codes_where_the_architecture_has_none_may_be_zero_and_nothing_else(tmp_path: Path) -> None:
+    """AutoGPTQ has written such ones."""
+    make_llama(tmp_path / "source", **SIZES)
+    where, _ = quantised_pair(tmp_path / "source", FORMATS["gptq4"], tmp_path)
+    without = answer(where, prompt_of(40))
+    tensors = load_file(where / "model.safetensors")
+    bias = torch.zeros(SIZES["hidden_size"], dtype=torch.float16)
+    save_file({**tensors, "model.layers.0.self_attn.o_proj.bias": bias}, where / "model.safetensors")
+
+    assert torch.equal(answer(where, prompt_of(40)), without)
+    bias[-1] = 0.01
+    save_file({**tensors, "model.layers.0.self_attn.o_proj.bias": bias}, where / "model.safetensors")
+    assert "has no place for 'model.layers.0.self_attn.o_proj.bias' and 0 other tensors" in refusal(where)
+
+
 def test_a_layer_that_was_left_plain_stays_plain(tmp_path: Path) -> None:
     make_llama(tmp_path / "source", **SIZES)
     ours, plain = quantised_pair(tmp_path / "source", FORMATS["awq"], tmp_path)

@@ -709,6 +709,14 @@ def test_longrope_ends_where_it_was_stretched_from() -> None:
     assert parsed(PHI3, rope_scaling=LONGROPE, max_position_embeddings=16).rope.parameters["attention_factor"] == 1
 
 
+def test_dual_chunk_attention_is_that_of_others_up_to_the_end_of_its_first_chunk() -> None:
+    chunks = {"chunk_size": 48, "local_size": 8, "original_max_position_embeddings": 48}
+    assert parsed(QWEN2, dual_chunk_attention_config=chunks).max_context == 40
+    assert parsed(QWEN2, dual_chunk_attention_config=chunks, max_position_embeddings=16).max_context == 16
+    for wrong in ({"chunk_size": 48}, {**chunks, "local_size": 48}):
+        assert "dual_chunk_attention_config: local_size is " in refused(QWEN2, dual_chunk_attention_config=wrong)
+
+
 def test_a_phi_that_says_nothing_beside_its_angles_was_stretched_from_4096_tokens() -> None:
     """transformers has it so, and then does not read what the angles say themselves."""
     silent = {**PHI3, "original_max_position_embeddings": None, "max_position_embeddings": 8192}

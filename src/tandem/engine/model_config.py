@@ -46,6 +46,7 @@ MOST_LAYERS = 1 << 12
 MOST_HEAD_DIM = 1 << 13
 MOST_PAGE_TOKENS = 512  # that a page has unless told
 WHERE = "config.json"
+CHUNKED = "dual_chunk_attention_config"
 HEADLESS, WITH_HEAD = "Model", "ForCausalLM"  # how architectures are named without a head, and with one
 NO_ROPE = RopeConfig("none", 1.0, {})  # of an encoder, and where transformers computes the angles
 SAME_SCALE = 1e-6  # of attention scores, relatively: what two ways to compute it differ by
@@ -462,9 +463,13 @@ def _stored_dtype(config: Fields) -> str | None:
 def _max_context(config: Fields, rope: RopeConfig) -> int:
     """`dynamic` is exact up to the trained length, where it equals `default`; beyond it a key's angle would depend on
     how long its sequence has become, which no page cache can hold. So that is where the context ends. `longrope` is
-    alike: up to the length before it was stretched its short factors hold.
+    alike: up to the length before it was stretched its short factors hold. So are Qwen2's checkpoints for a million
+    tokens: in the first chunk dual chunk attention is that of others.
     """
     trained = config.integer("max_position_embeddings", most=MOST_POSITIONS)
+    if (chunks := config.section(CHUNKED)) is not None:
+        size = chunks.integer("chunk_size", most=MOST_POSITIONS)
+        trained = min(trained, size - chunks.integer("local_size", most=size - 1))
     if rope.kind == "longrope":
         return min(trained, rope.parameters["original_max_position_embeddings"])
     if rope.kind == "yarn":

@@ -262,6 +262,8 @@ def _untaken(checkpoint: Checkpoint, source: WeightSource, config: ModelConfig) 
     left = sorted(set(checkpoint.names()) - set(source.taken))
     copies = [name for name in left if name == HEAD and config.tied_embeddings]
     silent = {name for name in left if DERIVED.fullmatch(name) or (config.pooling and UNUSED.fullmatch(name))}
+    if config.quantization is not None:  # some programs that quantise give every linear layer a bias
+        silent |= {name for name in left if name.endswith(".bias") and not checkpoint.tensor(name).any()}
     unknown = [name for name in left if name not in copies and name not in silent]
     if unknown:
         raise ModelError(
