@@ -78,6 +78,14 @@ def packed(layer: Layer) -> dict[str, Tensor]:
     }
 
 
+def packed_with_zeros(layer: Layer) -> dict[str, Tensor]:
+    return {**packed(layer), "weight_zero_point": words(layer.zeros.T, layer.bits).T.contiguous()}
+
+
+def as_bytes_with_zeros(layer: Layer) -> dict[str, Tensor]:
+    return {**as_bytes(layer), "weight_zero_point": (layer.zeros - 128).to(torch.int8)}
+
+
 def as_bytes(layer: Layer) -> dict[str, Tensor]:
     """With what a device would round activations by."""
     of_activations = {"input_scale": torch.tensor([0.5]), "input_zero_point": torch.tensor([3], dtype=torch.int8)}
@@ -139,6 +147,10 @@ FORMATS: dict[str, Format] = {
     "packed4_channel": Format(packed, compressed("pack-quantized", 4, None), 4, None, in_bf16=True),
     "packed8": Format(packed, compressed("pack-quantized", 8, 64), 8, 64, in_bf16=True),
     "bytes": Format(as_bytes, with_activations(compressed("int-quantized", 8, None)), 8, None),
+    "packed4_zeros": Format(
+        packed_with_zeros, compressed("pack-quantized", 4, 64, symmetric=False), 4, 64, False, in_bf16=True
+    ),
+    "bytes_zeros": Format(as_bytes_with_zeros, compressed("int-quantized", 8, 96, symmetric=False), 8, 96, False),
     "gguf4": Format(as_mapped, GGUF_CONFIG, 4, 32, False),
     "gguf8": Format(as_mapped, GGUF_CONFIG, 8, 16, False),
 }

@@ -252,7 +252,7 @@ def test_two_sides_that_quantise_differently_have_different_layouts(tmp_path: Pa
         (compressed_numbers(strategy="channel", type="int"), "type"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method"),
         (compressed("marlin-24", 4, 32), "format"),
-        (compressed("pack-quantized", 4, 32, symmetric=False), "symmetric"),
+        (compressed_numbers(strategy="channel", symmetric=False), "symmetric"),
         (compressed("pack-quantized", 4, 32, type="float"), "type"),
         (compressed("pack-quantized", 4, 32, actorder="group"), "actorder"),
         (compressed("pack-quantized", 4, 32) | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
@@ -286,6 +286,22 @@ def test_codes_that_do_not_fit_what_config_json_says_are_refused(tmp_path: Path)
     assert "quantised by gptq already" in refusal(ours, quantization="awq")
     assert load(ours, quantization="gptq").layout_fields == load(ours).layout_fields
     assert "no quantization_config" in refusal(plain, quantization="awq")
+
+
+def test_zeros_of_groups_are_there_where_config_json_says_so_and_nowhere_else(tmp_path: Path) -> None:
+    make_llama(tmp_path / "source", **SIZES)
+    ours, _ = quantised_pair(tmp_path / "source", FORMATS["packed4_zeros"], tmp_path)
+    path, name = ours / "model.safetensors", "model.layers.0.mlp.up_proj.weight_zero_point"
+    stored = load_file(path)
+    save_file({key: value for key, value in stored.items() if key != name}, path)
+    assert f"{name} is missing" in refusal(ours)
+    save_file({**stored, name: stored[name][1:].contiguous()}, path)
+    assert f"{name} is I32 of the shape" in refusal(ours)
+    save_file(stored, path)
+    config = json.loads((ours / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = True
+    (ours / "config.json").write_text(json.dumps(config))
+    assert "weight_zero_point is not supported" in refusal(ours)
 
 
 def test_mapped_codes_of_another_form_are_refused(tmp_path: Path) -> None:

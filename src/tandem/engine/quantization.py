@@ -31,6 +31,7 @@ class Quantization:
     bits: int  # 4 or 8; 0: each layer's own
     group: int | None = None  # inputs; None: all of a row. Of what is made here, the layers say it.
     layout: str | None = None  # which of those that a method has
+    has_zeros: bool = False  # of compressed-tensors: groups have zeros of their own
 
     @property
     def is_made_here(self) -> bool:
@@ -116,11 +117,13 @@ def _compressed(said: Fields) -> Quantization:
     layout = only.text("format", default=said.text("format", default=""))
     if layout not in (PACKED, BYTES, NUMBERS):
         raise _refused("format", layout, f"known are {PACKED}, {BYTES} and {NUMBERS}")
-    kind = "float" if layout == NUMBERS else "int"
-    for name, wanted in (("type", kind), ("symmetric", True), ("dynamic", False), ("actorder", None)):
+    kind, is_symmetric = "float" if layout == NUMBERS else "int", weights.flag("symmetric", default=True)
+    if layout == NUMBERS and not is_symmetric:
+        raise _refused("symmetric", False, "numbers with an exponent have no zeros of their own")
+    for name, wanted in (("type", kind), ("dynamic", False), ("actorder", None)):
         value = weights.values.get(name, wanted)
         if value not in (wanted, None, "weight", "static") or (name != "actorder" and value is None):
-            raise _refused(name, value, "symmetric numbers in the order of the inputs are")
+            raise _refused(name, value, "numbers of one kind in the order of the inputs are")
     bits = _bits(weights, "num_bits", (4, 8) if layout == PACKED else (8,))
     strategy = weights.text("strategy", default="tensor")
     known = ("block" if layout == NUMBERS else "group", "channel", "tensor")
@@ -130,7 +133,8 @@ def _compressed(said: Fields) -> Quantization:
         return NumberQuantization("compressed-tensors", bits, block=_block(weights, "block_structure"))
     if layout == NUMBERS:
         return NumberQuantization("compressed-tensors", bits)
-    return Quantization("compressed-tensors", bits, _group(weights) if strategy == "group" else None, layout)
+    group = _group(weights) if strategy == "group" else None
+    return Quantization("compressed-tensors", bits, group, layout, has_zeros=not is_symmetric)
 
 
 def _fp8(said: Fields) -> Quantization:

@@ -9,6 +9,8 @@
            weight_packed [outputs, inputs * bits / 32]   words along the inputs, each value half of its range higher
            weight        [outputs, inputs] int8          of `int-quantized`
            weight_scale  [outputs, groups], or one of all, weight_shape [2]
+           weight_zero_point   where it is not symmetric: as many as scales, int8, or packed in words along the outputs
+                               as weights are
     fp8, and compressed-tensors `float-quantized`
            weight        [outputs, inputs] e4m3
            weight_scale, weight_scale_inv   [outputs, 1], or one of each block, or one of all
@@ -39,6 +41,7 @@ FLOAT8 = "F8_E4M3"
 SIZE = 127  # of such a number, without its sign; all of these bits are set of what is no number
 ONE = ((), (1,), (1, 1))  # shapes of a scale of all
 GGUF_CONFIG = {"quant_method": "gguf"}  # of config.json
+ZEROS = "weight_zero_point"
 CODES = ".codes"  # ends the names of such codes
 OF_ACTIVATIONS = ("input_scale", "input_zero_point")
 CODE_BITS = {"I8": 8, "U8": 4}  # by the type that they are stored as: 64 inputs take as many bytes of either
@@ -206,7 +209,7 @@ def _awq(scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int
 def _compressed(scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int) -> StoredLinear:
     bits, per_word = scheme.bits, 32 // scheme.bits
     group, groups = _groups(scheme, inputs)
-    for kind in ("weight_zero_point", "weight_g_idx"):
+    for kind in ("weight_g_idx", *(() if scheme.has_zeros else (ZEROS,))):
         if tensors.has(kind):
             raise ModelError(f"{tensors.layer}.{kind} is not supported; choose a checkpoint without it")
     if scheme.layout == PACKED:
@@ -221,7 +224,16 @@ def _compressed(scheme: Quantization, tensors: StoredTensors, outputs: int, inpu
     is_one = tensors.shape(kind) in ONE
     stored = tensors.take(kind, *(tensors.shape(kind) if is_one else (outputs, groups)), dtypes=FLOATS).float()
     scales = stored.reshape(1, 1).expand(outputs, groups) if is_one else stored
-    return StoredLinear(codes, scales, None, bits, group)
+    offsets = -scales * _zeros(tensors, outputs, groups, bits) if scheme.has_zeros else None
+    return StoredLinear(codes, scales, offsets, bits, group)
+
+
+def _zeros(tensors: StoredTensors, outputs: int, groups: int, bits: int) -> Tensor:
+    """Of `compressed-tensors`, [outputs, groups] fp32, counted as codes are: signed"""
+    if tensors.dtype(ZEROS) == "I8":
+        return tensors.take(ZEROS, outputs, groups, dtypes=("I8",)).float()
+    words = tensors.take(ZEROS, ceil_div(outputs, 32 // bits), groups, dtypes=("I32",))
+    return (_values(words.T, bits)[:, :outputs].T - (1 << (bits - 1))).float()
 
 
 def _numbers(scheme: NumberQuantization, tensors: StoredTensors, outputs: int, inputs: int) -> NumberLinear:
