@@ -717,6 +717,17 @@ def test_dual_chunk_attention_is_that_of_others_up_to_the_end_of_its_first_chunk
         assert "dual_chunk_attention_config: local_size is " in refused(QWEN2, dual_chunk_attention_config=wrong)
 
 
+@pytest.mark.parametrize(("kind", "same"), [("int", "int-quantized"), ("float", "float-quantized")])
+def test_naive_quantized_is_another_name_for_two_forms_of_compressed_tensors(kind: str, same: str) -> None:
+    def read(layout: str) -> object:
+        weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        said = {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+        return parsed(QWEN2, quantization_config=said).quantization
+
+    assert read("naive-quantized") == read(same) is not None
+
+
 def test_a_phi_that_says_nothing_beside_its_angles_was_stretched_from_4096_tokens() -> None:
     """transformers has it so, and then does not read what the angles say themselves."""
     silent = {**PHI3, "original_max_position_embeddings": None, "max_position_embeddings": 8192}

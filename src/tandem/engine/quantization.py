@@ -22,6 +22,7 @@ LEAST_GROUP = 32  # inputs that the kernels take at once; larger groups are mult
 SMALL_GROUP = 16  # which 8 bits may have, too
 GPTQ, GPTQ_V2 = "gptq", "gptq_v2"
 PACKED, BYTES, NUMBERS = "pack-quantized", "int-quantized", "float-quantized"
+NAIVE = "naive-quantized"  # another name for either of the latter two
 WHERE = "config.json: quantization_config"
 
 
@@ -115,6 +116,8 @@ def _compressed(said: Fields) -> Quantization:
     if only is None or weights is None:
         raise _refused("config_groups", groups.values, "it has to say of which weights")
     layout = only.text("format", default=said.text("format", default=""))
+    if layout == NAIVE:
+        layout = NUMBERS if weights.text("type", default="int") == "float" else BYTES
     if layout not in (PACKED, BYTES, NUMBERS):
         raise _refused("format", layout, f"known are {PACKED}, {BYTES} and {NUMBERS}")
     kind, is_symmetric = "float" if layout == NUMBERS else "int", weights.flag("symmetric", default=True)

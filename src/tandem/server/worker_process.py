@@ -408,7 +408,7 @@ def load_engine(launch: Launch, place: WorkerPlace) -> Loaded:
 
 
 def in_thousands(count: int) -> str:
-    """Of thousands, millions or milliards, in the usual letter."""
+    """In thousands, millions or billions, by the usual letter."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{count / size:.1f}{letter}"
