@@ -93,9 +93,12 @@ GENERATES = (  # flags that say something of how tokens are made, or become answ
 )
 
 NO_STORAGE = "needs --hicache-storage-backend"
+NO_PREFIXES = "which is off (--disable-radix-cache or --no-disaggregation-decode-enable-radix-cache)"
+SEVERAL = "--tp-size, --pp-size, --attn-cp-size or --enable-dp-attention"
+VECTORS = "an embedding server (--is-embedding, or an encoder)"
 NEEDS: tuple[Need, ...] = (
     *(
-        Need(name, lambda c: not c.is_embedding, "does nothing on an embedding server, which generates no token")
+        Need(name, lambda c: not c.is_embedding, f"does nothing on {VECTORS}, which generates no token")
         for name in GENERATES
     ),
     *(
@@ -103,7 +106,7 @@ NEEDS: tuple[Need, ...] = (
         for name in ("--disable-cuda-graph", "--cuda-graph-max-bs")
     ),
     *(
-        Need(name, lambda c: c.computes_alone, "does nothing where several workers compute a batch, without graphs")
+        Need(name, lambda c: c.computes_alone, f"does nothing where several workers compute a batch ({SEVERAL})")
         for name in ("--disable-cuda-graph", "--cuda-graph-max-bs")
     ),
     Need("--cuda-graph-max-bs", lambda c: not c.disable_cuda_graph, "does nothing beside --disable-cuda-graph"),
@@ -123,7 +126,8 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "--disaggregation-park-max-tokens",
         lambda c: optimistic_wishes(c) <= {"park"},
-        "needs --optimistic-prefill-policy park: nothing else is parked",
+        "needs --optimistic-prefill-policy park, and neither --optimistic-prefill-retries nor "
+        "--optimistic-prefill-attempts 0: nothing else is parked",
     ),
     Need(
         "--prefill-delayer-max-delay-ms",
@@ -153,23 +157,23 @@ NEEDS: tuple[Need, ...] = (
     Need(
         "--schedule-policy",
         lambda c: c.schedule_policy != "lpm" or keeps_prefixes(c),
-        "lpm goes by the prefix cache, which is off: leave it out",
+        f"lpm goes by the prefix cache, {NO_PREFIXES}: leave it out",
     ),
     Need(
         "--schedule-policy",
         lambda c: c.schedule_policy != "lof" or not c.is_embedding,
-        "lof goes by the length of answers, and an embedding server generates no token: leave it out",
+        f"lof goes by the length of answers, and {VECTORS} generates no token: leave it out",
     ),
     *(
         Need(name, lambda c: c.enable_priority_scheduling, "needs --enable-priority-scheduling")
         for name in ("--schedule-low-priority-values-first", "--priority-scheduling-preemption-threshold")
     ),
     Need("--otlp-traces-endpoint", lambda c: c.enable_trace, otlp.UNUSED),
-    Need("--kv-events-config", keeps_prefixes, "tells of the prefix cache, which is off"),
+    Need("--kv-events-config", keeps_prefixes, f"tells of the prefix cache, {NO_PREFIXES}"),
     Need(
         "--allowed-host",
         lambda c: c.api_key is None and c.api_key_file is None,
-        "does nothing beside an API key, which no web page has",
+        "does nothing beside an API key (--api-key or --api-key-file), which no web page has",
     ),
     *(
         Need(name, lambda c: bool(c.allowed_origins), "is for web pages of --allowed-origins: name one")

@@ -2,7 +2,9 @@
 
 import argparse
 import re
+from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from flags_page import PAGE, flags_page
 from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, collected, config_of, kind_of, values_of
-from tandem.config import ServerConfig, flags
+from tandem.config import ServerConfig, flags, violations
 from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.kv_parts import KvGrid
 from tandem.core.settings import (
@@ -309,6 +311,48 @@ def test_a_flag_that_does_nothing_in_a_role_is_refused_there_by_name(name: str) 
         assert refused == (
             [] if role in ROLES[name].roles else [f"{name} is for {ROLES[name]} servers: {ROLES[name].reason}"]
         )
+
+
+VALUES = {
+    "--tp-size": "2",
+    "--pp-size": "2",
+    "--attn-cp-size": "2",
+    "--dp-size": "2",
+    "--page-size": "32",
+    "--device": "cuda",
+    "--mem-fraction-static": "0.2",
+    "--swa-full-tokens-ratio": "0.5",
+    "--schedule-conservativeness": "0",
+    "--max-stored-responses": "0",
+    "--optimistic-prefill-attempts": "0",
+    "--disaggregation-local-prefill": "auto",
+    "--kv-events-config": "{}",
+    "--allowed-host": "tandem.example",
+    "--allowed-origins": "https://a.example",
+    "--debug-host": "10.0.0.0/8",
+    "--disaggregation-allow": "10.0.0.0/8",
+}
+
+
+def broken(config: ServerConfig) -> set[str]:
+    return {*violations(config), *without_effect(config)}
+
+
+@pytest.mark.parametrize("mode", MODES.values())
+def test_flags_that_do_not_go_together_are_both_named(mode: str) -> None:
+    """Of each flag a value or two that are none by default, where they are taken alone, beside every other flag's."""
+    alone = plain("--disaggregation-mode", mode)
+    may: list[tuple[str, dict[str, object]]] = []
+    for name, field in flags():
+        choices = field.metadata["choices"][1:]
+        values = [*choices[:1], *choices[1:][-1:]] or [VALUES.get(name, "77")]
+        words = [unusual(name)] if kind_of(field.name) is bool else [[name, value] for value in values]
+        given = [{field.name: getattr(plain(*one), field.name)} for one in words if name != "--disaggregation-mode"]
+        may += [(name.removeprefix("--"), one) for one in given if not broken(replace(alone, **one))]
+    for (name, one), (other_name, other) in combinations(may, 2):
+        if name != other_name:
+            lines = broken(replace(alone, **one, **other))
+            assert not [line for line in lines if name not in line or other_name not in line]
 
 
 def test_only_what_was_asked_for_can_be_refused_for_doing_nothing() -> None:
