@@ -2593,7 +2593,7 @@ OTHERS = (
     ),
     Break(
         "pages_that_nixl_may_have_pinned_are_given_back_in_parts",
-        "server/pool_size.py",
+        "server/whole_pages.py",
         '    if config.role == "prefill" and config.disaggregation_transfer_backend == Backend.NIXL.value:',
         "    if False:",
         POOL_SIZE + "pages_that_nixl_reads_stay_whole",

@@ -8,12 +8,15 @@ from typing import Any  # settings by name
 import pytest
 import torch
 
+from tandem.cli.failure import CommandFailed
+from tandem.cli.serve import for_task, read_facts
 from tandem.config import ServerConfig
 from tandem.core.settings import WindowSettings
 from tandem.engine import machine_memory, weights
 from tandem.engine.kv_memory import KvShape
 from tandem.server.pool_size import PoolSize, least_parts, pool_pages, pool_size
 from tandem.server.processes import ServerFailure
+from tandem.server.whole_pages import without_effect_on_windows
 
 MINI = Path(__file__).parents[2] / "src/tandem/bundled/mini"
 TOKEN_BYTES = 4 * 4 * 2 * 32 * 4  # KV heads, layers, key and value, head_dim, fp32
@@ -83,6 +86,16 @@ def size(model: Any, **settings: Any) -> PoolSize:
     return pool_size(ServerConfig(model="some", **settings), model, least=lambda pages: pages)
 
 
+def why_idle(window: int | None, **settings: Any) -> list[str]:
+    return without_effect_on_windows(ServerConfig(model="some", **settings), window)
+
+
+def flag_of(settings: dict[str, Any]) -> str:
+    """Its only one."""
+    (name,) = settings
+    return "--" + name.replace("_", "-")
+
+
 def test_pages_of_a_model_without_windows_stay_whole() -> None:
     assert size(model_of(None, None), max_total_tokens=1600) == PoolSize(100)
     assert size(model_of(None, CONTEXT), max_total_tokens=1600) == PoolSize(100)
@@ -90,12 +103,23 @@ def test_pages_of_a_model_without_windows_stay_whole() -> None:
 
 @pytest.mark.parametrize("settings", [{"swa_full_tokens_ratio": 0.5}, {"disable_hybrid_swa_memory": True}])
 def test_a_flag_of_windows_that_does_nothing_is_refused_with_the_reason(settings: dict[str, Any]) -> None:
-    for model, more, reason in (
-        (model_of(None, CONTEXT), {}, "no layer of this model has a window shorter than its context"),
-        (model_of(None, WINDOW), {"device": "cuda"}, "pages stay whole with --device cuda"),
+    assert why_idle(WINDOW, **settings) == []
+    for window, more, reason in (
+        (None, {}, "no layer of this model has a window shorter than its context"),
+        (WINDOW, {"device": "cuda"}, "pages stay whole with --device cuda"),
     ):
-        with pytest.raises(ServerFailure, match=f"does nothing: {reason}"):
-            size(model, max_total_tokens=1600, **settings, **more)
+        assert why_idle(window, **more) == []
+        assert why_idle(window, **settings, **more) == [f"{flag_of(settings)} does nothing: {reason}"]
+
+
+def test_a_flag_of_windows_is_refused_before_anything_starts() -> None:
+    for config in (
+        ServerConfig(model="tandem/mini", swa_full_tokens_ratio=0.5),
+        ServerConfig(model="tandem/mini", disable_hybrid_swa_memory=True),
+    ):
+        with pytest.raises(CommandFailed, match="does nothing: no layer of this model has a window") as refused:
+            for_task(config, read_facts(MINI, config))
+        assert refused.value.is_wrong_usage
 
 
 @pytest.mark.parametrize(
@@ -109,16 +133,17 @@ def test_pages_that_nixl_reads_stay_whole(role: str, is_whole: bool) -> None:
     }
     found = size(model_of(None, WINDOW), **settings)
     assert found == PoolSize(1000, None if is_whole else WindowSettings(WINDOW, 800))
-    if is_whole:
-        with pytest.raises(ServerFailure, match="--swa-full-tokens-ratio does nothing: pages stay whole with"):
-            size(model_of(None, WINDOW), swa_full_tokens_ratio=0.5, **settings)
+    refused = why_idle(WINDOW, swa_full_tokens_ratio=0.5, **settings)
+    assert [line.startswith("--swa-full-tokens-ratio does nothing: pages stay whole with") for line in refused] == (
+        [True] * is_whole
+    )
 
 
 def test_pages_that_are_staged_stay_whole_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_TEST_STAGED_KV", "1")
     assert size(model_of(None, WINDOW), max_total_tokens=1600) == PoolSize(100)
-    with pytest.raises(ServerFailure, match="pages stay whole with TANDEM_TEST_STAGED_KV"):
-        size(model_of(None, WINDOW), max_total_tokens=1600, swa_full_tokens_ratio=0.5)
+    (refused,) = why_idle(WINDOW, swa_full_tokens_ratio=0.5)
+    assert "pages stay whole with TANDEM_TEST_STAGED_KV" in refused
 
 
 def test_windows_get_the_share_that_is_asked_for_if_one_request_runs_in_it() -> None:

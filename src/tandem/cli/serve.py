@@ -39,6 +39,7 @@ from tandem.server.hosts.follower import follow
 from tandem.server.processes import STOP_SIGNALS, ServerFailure, bind_listeners, cluster_secret
 from tandem.server.start import serve, with_ports
 from tandem.server.tracing import TracingRefused
+from tandem.server.whole_pages import window_tokens, without_effect_on_windows
 
 logger = logging.getLogger("tandem.serve")
 
@@ -121,6 +122,8 @@ def for_task(config: ServerConfig, model: ModelFacts) -> ServerConfig:
     complaints = [*violations(config), *without_effect(config)]
     if model.is_encoder:
         complaints += without_effect_on_encoders(config)
+    else:
+        complaints += without_effect_on_windows(config, model.window)
     if model.has_states:
         complaints += impossible_with_states(config)
     if model.library:
@@ -190,4 +193,5 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
         has_states=model.state_space is not None,
         library=model.transformers.library if model.transformers is not None else "",
         block_tokens=1 if model.blocks is None else model.blocks.block_tokens,
+        window=window_tokens(model),
     )

@@ -9,11 +9,9 @@ from tandem.core.settings import WindowSettings
 from tandem.core.values import ceil_div
 from tandem.engine import machine_memory
 from tandem.engine.kv_memory import pages_for_memory
-from tandem.engine.model_config import ModelConfig
 from tandem.engine.weights import LoadedModel
-from tandem.environment import STAGED_KV, environment_switch
 from tandem.server.processes import ServerFailure
-from tandem.transfer.port import Backend
+from tandem.server.whole_pages import why_whole, window_tokens
 
 USEFUL_POOLS = 4  # a pool is never larger than so many times what a full running set can use
 USUAL_RATIO = 0.8
@@ -31,11 +29,8 @@ def pool_size(config: ServerConfig, model: LoadedModel, least: Callable[[int], i
     Unless a flag asks for it, pages may lose their window parts where no request is refused for that.
     """
     tokens = window_tokens(model.config)
-    if (reason := why_whole(config, tokens)) is not None:
-        for name, is_given in window_flags(config).items():
-            if is_given:
-                raise ServerFailure(f"{name} does nothing: {reason}")
-    if tokens is not None and reason is None and not config.disable_hybrid_swa_memory:
+    may_give_parts = why_whole(config, tokens) is None and not config.disable_hybrid_swa_memory
+    if tokens is not None and may_give_parts:
         ratio = config.swa_full_tokens_ratio or USUAL_RATIO
         num_pages = least(pool_pages(config, model, ratio))
         max_parts, needed = int(num_pages * ratio), least_parts(config, model, tokens, num_pages)
@@ -47,34 +42,6 @@ def pool_size(config: ServerConfig, model: LoadedModel, least: Callable[[int], i
                 f"and one request may need {needed * config.page_tokens}; raise it, or lower --context-length"
             )
     return PoolSize(least(pool_pages(config, model)))
-
-
-def window_flags(config: ServerConfig) -> dict[str, bool]:
-    """Those that only a model with windows takes, and whether they are given."""
-    return {
-        "--swa-full-tokens-ratio": config.swa_full_tokens_ratio > 0,
-        "--disable-hybrid-swa-memory": config.disable_hybrid_swa_memory,
-    }
-
-
-def why_whole(config: ServerConfig, window: int | None) -> str | None:
-    """Why pages stay whole, whatever flags say. None: they need not."""
-    if window is None:
-        return "no layer of this model has a window shorter than its context"
-    if config.device != "cpu":
-        return f"pages stay whole with --device {config.device}"
-    if environment_switch(STAGED_KV):
-        return f"pages stay whole with TANDEM_{STAGED_KV.name}"
-    if config.role == "prefill" and config.disaggregation_transfer_backend == Backend.NIXL.value:
-        return "pages stay whole with --disaggregation-transfer-backend nixl, which may have pinned them"
-    return None
-
-
-def window_tokens(model: ModelConfig) -> int | None:
-    """The largest window of any layer; None: there is none, or each is no less than a prompt may be."""
-    windows = [model.window_of(layer) for layer in model.attention_layers]
-    most = max((window for window in windows if window is not None), default=None)
-    return None if most is None or most >= model.max_context else most
 
 
 def least_parts(config: ServerConfig, model: LoadedModel, tokens: int, num_pages: int) -> int:

@@ -34,6 +34,7 @@ class ModelFacts(Struct):
     has_states: bool = False  # of state-space layers
     library: str = ""  # that computes its layers, with its version; Tandem itself, unless named
     block_tokens: int = 1  # that are found together
+    window: int | None = None  # tokens that layers with a window see; None: every layer sees all
 
 
 def page_secret(config: ServerConfig) -> bytes:
