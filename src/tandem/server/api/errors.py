@@ -173,7 +173,8 @@ RULES: dict[Code, ErrorRule] = {
         502,
         True,
         "node",
-        "run both halves with the same model, dtype and page size; `message` names the difference",
+        "run both halves with the same model, dtype and page size, and with --deterministic also with the same "
+        "--attention-backend on the same kind of processor; `message` names the difference",
     ),
     Cause.LEASE_EXPIRED: ErrorRule(502, True, "node", "try again: the pages were given back before they were read"),
     Cause.CORRUPT_PAGES: ErrorRule(
