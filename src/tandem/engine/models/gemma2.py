@@ -2,6 +2,8 @@
 and soft caps are the attention backend's affair: `ModelConfig`.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from tandem.engine.layers.activation import gelu_tanh_and_mul
@@ -9,11 +11,6 @@ from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
 from tandem.engine.parallel import Group, Shard
-
-
-def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
-    scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
-    return build_decoder(config, weights, group, stage, block, norms_add_one=True, embedding_scale=scale)
 
 
 def block(layer: Loader) -> DecoderLayer:
@@ -27,3 +24,14 @@ def block(layer: Loader) -> DecoderLayer:
         mlp=layer.mlp("mlp", bias=False, activation=gelu_tanh_and_mul),
         after_mlp=layer.norm("post_feedforward_layernorm"),
     )
+
+
+def build(
+    config: ModelConfig,
+    weights: Weights,
+    group: Group,
+    stage: Shard,
+    block: Callable[[Loader], DecoderLayer] = block,
+) -> Decoder:
+    scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
+    return build_decoder(config, weights, group, stage, block, norms_add_one=True, embedding_scale=scale)

@@ -2,29 +2,15 @@
 (`ModelConfig.rope_of`).
 """
 
-import torch
+from dataclasses import replace
+from functools import partial
 
-from tandem.engine.layers.activation import gelu_tanh_and_mul
-from tandem.engine.layers.weights import Weights
-from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
-from tandem.engine.parallel import Group, Shard
-
-
-def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
-    scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
-    return build_decoder(config, weights, group, stage, block, norms_add_one=True, embedding_scale=scale)
+from tandem.engine.models import gemma2
+from tandem.engine.models.decoder import DecoderLayer, Loader
 
 
 def block(layer: Loader) -> DecoderLayer:
-    bias = layer.config.attention_bias
-    return DecoderLayer(
-        before_attention=layer.norm("input_layernorm"),
-        qkv=layer.qkv("self_attn", bias=bias),
-        qk_norm=layer.head_norms("self_attn.q_norm", "self_attn.k_norm"),
-        o_proj=layer.output("self_attn.o_proj", bias=bias),
-        after_attention=layer.norm("post_attention_layernorm"),
-        before_mlp=layer.norm("pre_feedforward_layernorm"),
-        mlp=layer.mlp("mlp", bias=False, activation=gelu_tanh_and_mul),
-        after_mlp=layer.norm("post_feedforward_layernorm"),
-    )
+    return replace(gemma2.block(layer), qk_norm=layer.head_norms("self_attn.q_norm", "self_attn.k_norm"))
+
+
+build = partial(gemma2.build, block=block)

@@ -1,13 +1,8 @@
 """Llama: norm before attention and MLP, grouped KV heads, rotated queries and keys. Biases where `config.json` says."""
 
-from tandem.engine.layers.weights import Weights
-from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
-from tandem.engine.parallel import Group, Shard
+from functools import partial
 
-
-def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
-    return build_decoder(config, weights, group, stage, block)
+from tandem.engine.models.decoder import DecoderLayer, Loader, build_decoder
 
 
 def block(layer: Loader) -> DecoderLayer:
@@ -19,3 +14,6 @@ def block(layer: Loader) -> DecoderLayer:
         before_mlp=layer.norm("post_attention_layernorm"),
         mlp=layer.mlp("mlp", bias=config.mlp_bias),
     )
+
+
+build = partial(build_decoder, block=block)

@@ -1,13 +1,8 @@
 """Mistral: Llama without biases. Its window is the attention backend's affair: `ModelConfig.sliding_window`."""
 
-from tandem.engine.layers.weights import Weights
-from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
-from tandem.engine.parallel import Group, Shard
+from functools import partial
 
-
-def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
-    return build_decoder(config, weights, group, stage, block)
+from tandem.engine.models.decoder import DecoderLayer, Loader, build_decoder
 
 
 def block(layer: Loader) -> DecoderLayer:
@@ -18,3 +13,6 @@ def block(layer: Loader) -> DecoderLayer:
         before_mlp=layer.norm("post_attention_layernorm"),
         mlp=layer.mlp("mlp", bias=False),
     )
+
+
+build = partial(build_decoder, block=block)

@@ -1,13 +1,8 @@
 """OLMo 2: norms behind attention and MLP instead of before them, and over all query and all key heads together."""
 
-from tandem.engine.layers.weights import Weights
-from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
-from tandem.engine.parallel import Group, Shard
+from functools import partial
 
-
-def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
-    return build_decoder(config, weights, group, stage, block)
+from tandem.engine.models.decoder import DecoderLayer, Loader, build_decoder
 
 
 def block(layer: Loader) -> DecoderLayer:
@@ -20,3 +15,6 @@ def block(layer: Loader) -> DecoderLayer:
         mlp=layer.mlp("mlp", bias=False),
         after_mlp=layer.norm("post_feedforward_layernorm"),
     )
+
+
+build = partial(build_decoder, block=block)

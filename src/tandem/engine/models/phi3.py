@@ -1,13 +1,8 @@
 """Phi-3 and Phi-4: Llama whose file joins queries, keys and values in one tensor, and gate and up in another."""
 
-from tandem.engine.layers.weights import Weights
-from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
-from tandem.engine.parallel import Group, Shard
+from functools import partial
 
-
-def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
-    return build_decoder(config, weights, group, stage, block)
+from tandem.engine.models.decoder import DecoderLayer, Loader, build_decoder
 
 
 def block(layer: Loader) -> DecoderLayer:
@@ -18,3 +13,6 @@ def block(layer: Loader) -> DecoderLayer:
         before_mlp=layer.norm("post_attention_layernorm"),
         mlp=layer.mlp("mlp", bias=False, kinds=("gate_up_proj", "gate_up_proj", "down_proj")),
     )
+
+
+build = partial(build_decoder, block=block)

@@ -1,13 +1,8 @@
 """Qwen3-MoE: Qwen3 with experts in place of the MLP, except in the layers that `config.json` calls dense."""
 
-from tandem.engine.layers.weights import Weights
-from tandem.engine.model_config import ModelConfig
-from tandem.engine.models.decoder import Decoder, DecoderLayer, Loader, build_decoder
-from tandem.engine.parallel import Group, Shard
+from functools import partial
 
-
-def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
-    return build_decoder(config, weights, group, stage, block)
+from tandem.engine.models.decoder import DecoderLayer, Loader, build_decoder
 
 
 def block(layer: Loader) -> DecoderLayer:
@@ -21,3 +16,6 @@ def block(layer: Loader) -> DecoderLayer:
         before_mlp=layer.norm("post_attention_layernorm"),
         mlp=layer.mlp("mlp", bias=False) if is_dense else layer.experts("mlp"),
     )
+
+
+build = partial(build_decoder, block=block)
