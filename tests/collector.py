@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
@@ -18,6 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+
+from raw_http import Handler, handling
 
 SERVER, CLIENT, INTERNAL = 2, 3, 1  # kinds of spans
 ERROR = 2  # a status
@@ -95,31 +96,20 @@ def values(attributes: Any) -> dict[str, Any]:
 def http_collector() -> Iterator[Collector]:
     collector = Collector("")
 
-    class Handler(BaseHTTPRequestHandler):
+    class Collecting(Handler):
         def do_POST(self) -> None:
             request = ExportTraceServiceRequest()
             read: Message = request
-            read.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
+            read.ParseFromString(self.read_body())
             assert self.path == "/v1/traces"
             collector.take(request)
-            body = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
-            self.send_header("content-type", "application/x-protobuf")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.say(
+                ExportTraceServiceResponse().SerializeToString(), headers={"content-type": "application/x-protobuf"}
+            )
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    collector.endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
+    with handling(Collecting) as port:
+        collector.endpoint = f"http://127.0.0.1:{port}/v1/traces"
         yield collector
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @contextmanager

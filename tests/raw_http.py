@@ -1,4 +1,6 @@
-"""HTTP by the byte, for what clients tidy up before they send it; and an application on a port as a server has it."""
+"""HTTP by the byte, for what clients tidy up before they send it; and servers in threads: an application on a port as a
+server has it, and others that say what a test wants.
+"""
 
 import asyncio
 import contextlib
@@ -7,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
 
 import uvicorn
 
 from tandem.server.api.http1 import uvicorn_config
 
-PATIENCE_S = 20.0
+PATIENCE_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,73 @@ def read_reply(sock: socket.socket) -> Reply:
     return Reply(int(first.split()[1]), {name.lower(): value.strip() for name, _, value in pairs}, body)
 
 
+class ServerThread:
+    """uvicorn in a thread, set up as at the server's own ports. `stop` lets open requests end, `stop(kill=True)` breaks
+    their connections.
+    """
+
+    def __init__(self, app: Any, listener: socket.socket, *, lifespan: Literal["on", "off"] = "off") -> None:
+        self._server = uvicorn.Server(uvicorn_config(app, drain_seconds=1, lifespan=lifespan))
+        self._listener = listener
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._server.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.005)
+
+    async def _run(self) -> None:
+        await self._server.serve(sockets=[self._listener])
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
+    def tell_to_stop(self, *, kill: bool = False) -> None:
+        self._server.force_exit = kill
+        self._server.should_exit = True  # of which it hears within a tenth of a second
+
+    def stop(self, *, kill: bool = False) -> None:
+        self.tell_to_stop(kill=kill)
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+        self._listener.close()
+
+
 @contextlib.contextmanager
 def serving(app: Any) -> Iterator[int]:
-    """The port of an application that runs in a thread, set up as the server's own ports are."""
-    server = uvicorn.Server(uvicorn_config(app, drain_seconds=1))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    """The port of an application that runs in a thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = ServerThread(app, listener)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        thread.stop()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Of somebody else's server, which says what it is told to, and nothing of it on stderr."""
+
+    def say(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def read_body(self) -> bytes:
+        return self.rfile.read(int(self.headers["content-length"]))
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def handling(handler: type[Handler]) -> Iterator[int]:
+    """The port of a server that handles every request so."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not server.started:
-                assert time.monotonic() < deadline, "the server did not start"
-                time.sleep(0.005)
-            yield listener.getsockname()[1]
+            yield server.server_port
         finally:
-            server.should_exit = True
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
+            server.shutdown()
+            thread.join()

@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any  # JSON documents
 
-from cluster import Cluster, HttpError, Server, eventually
+from cluster import Cluster, HttpError, Server, bootstrap_port, eventually
 
 from tandem.cli.ports import free_ports
 
@@ -37,10 +37,6 @@ def sglang_router(it: Cluster) -> Server:
     )
     member.is_ready = True
     return router
-
-
-def bootstrap_port(prefill: Server) -> int:
-    return int(prefill.get("/server_info")["disaggregation_bootstrap_port"])
 
 
 def readiness(router: Server) -> dict[str, Any]:

@@ -169,15 +169,21 @@ def quantised_pair(source: Path, form: Format, folder: Path, *, seed: int = 0) -
         del ours[name]
         ours |= {f"{name.removesuffix('weight')}{kind}": tensor for kind, tensor in tensors.items()}
         plain[name] = layer.plain()
-    config = json.loads((source / "config.json").read_text())
-    return (
-        written(folder / "quantised", ours, {**config, "quantization_config": form.config}),
-        written(folder / "plain", plain, config),
-    )
+    return written_pair(source, folder, ours, plain, form.config)
 
 
 def linear_names(tensors: dict[str, Tensor]) -> Iterator[str]:
     return (name for name in sorted(tensors) if name.endswith("_proj.weight"))
+
+
+def written_pair(
+    source: Path, folder: Path, ours: dict[str, Tensor], plain: dict[str, Tensor], quantization: dict[str, object]
+) -> tuple[Path, Path]:
+    config = json.loads((source / "config.json").read_text())
+    return (
+        written(folder / "quantised", ours, {**config, "quantization_config": quantization}),
+        written(folder / "plain", plain, config),
+    )
 
 
 def written(where: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> Path:
@@ -236,8 +242,4 @@ def pair_of_numbers(source: Path, form: Numbers, folder: Path) -> tuple[Path, Pa
     for name in linear_names(stored):
         tensors, plain[name] = form.drawn(tuple(stored[name].shape))
         ours |= {f"{name.removesuffix('weight')}{kind}": tensor for kind, tensor in tensors.items()}
-    config = json.loads((source / "config.json").read_text())
-    return (
-        written(folder / "quantised", ours, {**config, "quantization_config": form.config}),
-        written(folder / "plain", plain, config),
-    )
+    return written_pair(source, folder, ours, plain, form.config)

@@ -8,18 +8,16 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from raw_http import ServerThread
 from tandem.core.settings import Role
 from tandem.server.api.errors import Code, Failure, error_headers, error_json
-from tandem.server.api.http1 import uvicorn_config
 from tandem.server.api.resume import TELLS
 from tandem.server.router.app import RouterApp, listen
 from tandem.server.router.config import RouterConfig, make_worker
@@ -263,34 +261,6 @@ async def head(send: Send, status: int, headers: dict[str, str]) -> None:
 async def reply(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
     await head(send, status, {"content-type": "application/json"} | (headers or {}))
     await send({"type": "http.response.body", "body": body})
-
-
-class ServerThread:
-    """uvicorn in a thread. `stop` lets open requests end, `stop(kill=True)` breaks their connections."""
-
-    def __init__(self, app: Any, listener: socket.socket, *, lifespan: str = "off") -> None:
-        self._server = uvicorn.Server(
-            uvicorn_config(app, drain_seconds=1, lifespan="on" if lifespan == "on" else "off")
-        )
-        self._listener = listener
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-        self._thread.start()
-        eventually(lambda: self._server.started, "server start")
-
-    async def _run(self) -> None:
-        await self._server.serve(sockets=[self._listener])
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
-
-    def tell_to_stop(self, *, kill: bool = False) -> None:
-        self._server.force_exit = kill
-        self._server.should_exit = True  # of which it hears within a tenth of a second
-
-    def stop(self, *, kill: bool = False) -> None:
-        self.tell_to_stop(kill=kill)
-        self._thread.join(PATIENCE_SECONDS)
-        assert not self._thread.is_alive()
-        self._listener.close()
 
 
 @dataclass

@@ -19,6 +19,7 @@ from tandem.engine.parallel import Shard
 from tandem.ranks import Rank, all_ranks
 
 Result = TypeVar("Result")
+T = TypeVar("T")
 MEETING_SECONDS = 60
 
 
@@ -131,10 +132,15 @@ def on_every_shard(size: int, program: Callable[[ThreadGroup], Result]) -> list[
             meeting.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
+    return together(run, range(size))
+
+
+def together(run: Callable[[T], Result], members: Sequence[T]) -> list[Result]:
+    """Each in a thread of its own. Raises what the first raises that has not only waited for others in vain."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        futures = [pool.submit(run, member) for member in members]
     errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError | queue.Empty)):
         raise error
     return [future.result() for future in futures]
 
@@ -201,9 +207,4 @@ def on_every_worker(
             context.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        futures = [pool.submit(run, rank) for rank in ranks]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError | queue.Empty)):
-        raise error
-    return [future.result() for future in futures]
+    return together(run, ranks)

@@ -6,10 +6,8 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from urllib.request import urlopen
 
@@ -17,6 +15,7 @@ import pytest
 from cluster import MODEL, START_S, HttpError, Server, bootstrap_port, eventually, halves, show_logs
 
 from attackers import OTHER_SECRET, dialled, framed, nested
+from raw_http import Handler, handling
 from tandem.cli.fleet import Fleet, serve_words
 from tandem.cli.ports import free_ports
 from tandem.core.values import Incarnation
@@ -74,26 +73,12 @@ def path_of(prefill: Server, decode: Server, *, at: tuple[str, int] | None = Non
 def telling(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """A bootstrap server that answers everything with this document."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Telling(Handler):
         def do_GET(self) -> None:
-            body = json.dumps(document).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.say(json.dumps(document).encode())
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield "127.0.0.1", int(server.server_address[1])
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with handling(Telling) as port:
+        yield "127.0.0.1", port
 
 
 FORGERIES = {

@@ -6,12 +6,10 @@ Nobody stands in front of the halves here: each test sends to both itself, or to
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,8 @@ from urllib.request import urlopen
 
 import pytest
 from cluster import HttpError, Server, bootstrap_port, eventually, halves, secret_flags
+
+from raw_http import Handler, handling
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 LONG = [9 + index % 470 for index in range(3000)]
@@ -234,32 +234,15 @@ def two_ranks(prefill: Server) -> Iterator[tuple[Ranks, int]]:
 
 @contextmanager
 def serving(ranks: Ranks) -> Iterator[int]:
-    class Handler(BaseHTTPRequestHandler):
+    class RanksHandler(Handler):
         def do_GET(self) -> None:
-            self.say(ranks.get(self.path))
+            self.say(json.dumps(ranks.get(self.path)).encode())
 
         def do_POST(self) -> None:
-            self.say(ranks.post(json.loads(self.rfile.read(int(self.headers["content-length"])))))
+            self.say(json.dumps(ranks.post(json.loads(self.read_body()))).encode())
 
-        def say(self, document: object) -> None:
-            body = json.dumps(document).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield int(server.server_address[1])
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with handling(RanksHandler) as port:
+        yield port
 
 
 def route_of(prefill: Server) -> dict[str, Any]:

@@ -108,6 +108,17 @@ def mutate_bytes(random: Random, entry: bytes, other: bytes) -> bytes:
     return apply(random, BYTE_EDITS, entry, other)
 
 
+def mostly(edits: Sequence[Mutator]) -> Mutator:
+    """With an eye for the format, but for one time in ten."""
+
+    def mutate(random: Random, entry: bytes, other: bytes) -> bytes:
+        if random.random() < 0.1:
+            return mutate_bytes(random, entry, other)
+        return apply(random, edits, entry, other)
+
+    return mutate
+
+
 # --- spans of values, whatever the format ----------------------------------------------------------------------------
 
 
@@ -127,6 +138,14 @@ class Spans:
         if random.random() < 0.5:
             return random.choice(spans)
         return spans[bisect(spans, (random.randrange(spans[-1][0] + 1), 0)) - 1]
+
+
+def borrowed(random: Random, entry: bytes, own: Spans, other: bytes, others: Spans) -> bytes:
+    """With a value of the other in place of one of its own."""
+    found, given = Spans.choose(random, own.values), Spans.choose(random, others.values)
+    if found is None or given is None:
+        return other
+    return entry[: found[0]] + other[given[0] : given[1]] + entry[found[1] :]
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -191,11 +210,7 @@ def replace_a_value(random: Random, text: bytes, other: bytes) -> bytes:
 
 
 def borrow_a_value(random: Random, text: bytes, other: bytes) -> bytes:
-    found = Spans.choose(random, json_spans(text).values)
-    given = Spans.choose(random, json_spans(other).values)
-    if found is None or given is None:
-        return other
-    return text[: found[0]] + other[given[0] : given[1]] + text[found[1] :]
+    return borrowed(random, text, json_spans(text), other, json_spans(other))
 
 
 def borrow_a_member(random: Random, text: bytes, other: bytes) -> bytes:
@@ -271,10 +286,7 @@ JSON_EDITS: tuple[Mutator, ...] = (
 )
 
 
-def mutate_json(random: Random, entry: bytes, other: bytes) -> bytes:
-    if random.random() < 0.1:
-        return mutate_bytes(random, entry, other)
-    return apply(random, JSON_EDITS, entry, other)
+mutate_json = mostly(JSON_EDITS)
 
 
 # --- MessagePack -----------------------------------------------------------------------------------------------------
@@ -300,21 +312,7 @@ MSGPACK_LITERALS = (
 )
 FIXED_BYTES = {
     **dict.fromkeys((0xC0, 0xC1, 0xC2, 0xC3), 0),
-    0xCA: 4,
-    0xCB: 8,
-    0xCC: 1,
-    0xCD: 2,
-    0xCE: 4,
-    0xCF: 8,
-    0xD0: 1,
-    0xD1: 2,
-    0xD2: 4,
-    0xD3: 8,
-    0xD4: 2,
-    0xD5: 3,
-    0xD6: 5,
-    0xD7: 9,
-    0xD8: 17,
+    **dict(enumerate((4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 2, 3, 5, 9, 17), start=0xCA)),
 }
 SIZED_BYTES = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)}
 SIZED_BYTES |= {0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
@@ -387,11 +385,7 @@ def renumber_packed(random: Random, data: bytes, other: bytes) -> bytes:
 
 
 def borrow_packed(random: Random, data: bytes, other: bytes) -> bytes:
-    found = Spans.choose(random, msgpack_spans(data).values)
-    given = Spans.choose(random, msgpack_spans(other).values)
-    if found is None or given is None:
-        return other
-    return data[: found[0]] + other[given[0] : given[1]] + data[found[1] :]
+    return borrowed(random, data, msgpack_spans(data), other, msgpack_spans(other))
 
 
 def nest_packed(random: Random, data: bytes, other: bytes) -> bytes:
@@ -427,10 +421,7 @@ MSGPACK_EDITS: tuple[Mutator, ...] = (
 )
 
 
-def mutate_msgpack(random: Random, entry: bytes, other: bytes) -> bytes:
-    if random.random() < 0.1:
-        return mutate_bytes(random, entry, other)
-    return apply(random, MSGPACK_EDITS, entry, other)
+mutate_msgpack = mostly(MSGPACK_EDITS)
 
 
 # --- MessagePack that stays well typed: values of the kind that was there --------------------------------------------
@@ -528,14 +519,7 @@ def framed(mutate_body: Mutator) -> Mutator:
                 bodies.insert(random.randrange(len(bodies) + 1), random.choice(bodies))
         return join_frames(bodies)
 
-    edits = (change_a_body, change_a_body, change_a_body, change_the_order)
-
-    def mutate(random: Random, entry: bytes, other: bytes) -> bytes:
-        if random.random() < 0.1:
-            return mutate_bytes(random, entry, other)
-        return apply(random, edits, entry, other)
-
-    return mutate
+    return mostly((change_a_body, change_a_body, change_a_body, change_the_order))
 
 
 # --- HTTP/1 ----------------------------------------------------------------------------------------------------------

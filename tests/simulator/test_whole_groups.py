@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,10 @@ from tandem.simulator.report import SeedResult
 from tandem.simulator.whole.cuts import CONTEXTS, CUTS, UNCUT, draw_context, draw_cut, draw_cuts
 from tandem.simulator.whole.groups import Groups, Replica
 from tandem.simulator.whole.kernel import START_NS, Process
-from tandem.simulator.whole.options import Options, draw_options
+from tandem.simulator.whole.options import draw_options
 from tandem.simulator.whole.shards import BEFORE, HERE, Shards
 from tandem.simulator.whole.world import World, run_seed
-from whole_strikes import frozen, killed
+from whole_strikes import Strike, frozen, killed, one_server, struck
 
 CORPUS = [
     int(line.split()[0]) for line in Path(__file__).with_name("whole_groups.txt").read_text().splitlines() if line
@@ -34,7 +33,6 @@ CONTEXT = (1, 124, 174, 277)  # prefills whose workers share out the tokens of p
 LONG = (124, 174)
 HASH_SEED = 217  # two stages: pairs, bytes one by one, and corrupted ones
 STRIKE_NS = START_NS + 2 * SECOND
-Strike = Callable[[World, Process], None]
 
 
 @pytest.fixture(scope="module")
@@ -132,28 +130,6 @@ def test_a_worker_that_is_struck_ends_its_replica_and_is_named(
     assert all(reason in error["message"] for error in lost)
     assert len(world.groups.blames) == 1
     assert reason in world.groups.blames[0]
-
-
-def struck(world: World, strike: Strike) -> None:
-    """The second worker of the only replica."""
-    _, second = [process for process in world.kernel.processes if process.name.endswith("worker_process")]
-    world.faults.struck.add(second)
-    strike(world, second)
-
-
-def one_server(*, tp_size: int) -> Options:
-    flags = {
-        "page_size": 8,
-        "max_total_tokens": 1024,
-        "max_running_requests": 4,
-        "num_reserved_decode_tokens": 8,
-        "stall_timeout": 8.0,
-        "watchdog_timeout": 4.0,
-        "drain_timeout": 10.0,
-        "request_timeout": 30.0,
-        "tp_size": tp_size,
-    }
-    return Options(1, "unified", flags=flags, careless=0.0, faults=("freeze",), base_s=0.05, timeouts=(20.0,))
 
 
 def test_workers_that_run_other_rows_and_ends_without_a_reason_are_noticed(

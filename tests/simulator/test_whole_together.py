@@ -1,7 +1,6 @@
 """Whole clusters whose DP ranks step together: seeds that pass, one rank that is struck, and passes of the delayer."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ from tandem.simulator.report import SeedResult
 from tandem.simulator.whole.cuts import draw_cut, draw_cuts, draw_together
 from tandem.simulator.whole.engine import PlainEngine
 from tandem.simulator.whole.kernel import START_NS, Process
-from tandem.simulator.whole.options import Options, draw_options
+from tandem.simulator.whole.options import draw_options
 from tandem.simulator.whole.world import World, run_seed
-from whole_strikes import frozen, killed
+from whole_strikes import Strike, frozen, killed, one_server, struck
 
 CORPUS = (5, 39, 84, 130, 268)
 STRIKE_NS = START_NS + 2 * SECOND
 TOGETHER = {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}
-Strike = Callable[[World, Process], None]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +65,7 @@ def test_ranks_go_along_with_each_other_and_prompts_wait_for_all(
 
     monkeypatch.setattr(PlainEngine, "accompany", count_step)
     monkeypatch.setattr(Gathering, "say", count_word)
-    result = World(one_server(enable_prefill_delayer=True, prefill_delayer_max_delay_passes=4)).run()
+    result = World(one_server(**TOGETHER, enable_prefill_delayer=True, prefill_delayer_max_delay_passes=4)).run()
     assert not result.invariant, result.detail
     assert {"idle", "rank 0 wants", "rank 1 wants", "rank 0 answers", "rank 1 answers"} <= set(seen)
 
@@ -89,7 +87,7 @@ def test_a_rank_that_is_struck_ends_them_all_and_is_named(
     strike: Strike, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    world = World(one_server())
+    world = World(one_server(**TOGETHER))
     world.kernel.at(STRIKE_NS, lambda: struck(world, strike))
     result = world.run()
     assert not result.invariant, result.detail
@@ -98,26 +96,3 @@ def test_a_rank_that_is_struck_ends_them_all_and_is_named(
     assert all(reason in error["message"] for error in lost)
     assert len(world.groups.blames) == 1
     assert "DP rank 1: " + reason in world.groups.blames[0]
-
-
-def struck(world: World, strike: Strike) -> None:
-    """The worker of the second rank."""
-    _, second = [process for process in world.kernel.processes if process.name.endswith("worker_process")]
-    world.faults.struck.add(second)
-    strike(world, second)
-
-
-def one_server(**more: object) -> Options:
-    flags = {
-        "page_size": 8,
-        "max_total_tokens": 1024,
-        "max_running_requests": 4,
-        "num_reserved_decode_tokens": 8,
-        "stall_timeout": 8.0,
-        "watchdog_timeout": 4.0,
-        "drain_timeout": 10.0,
-        "request_timeout": 30.0,
-        **TOGETHER,
-        **more,
-    }
-    return Options(1, "unified", flags=flags, careless=0.0, faults=("freeze",), base_s=0.05, timeouts=(20.0,))

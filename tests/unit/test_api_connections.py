@@ -10,14 +10,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import bounded_port
 import msgspec
 import pytest
 from api_fakes import Script, says, world
+from bounded_port import Opened, is_cut, opened
 
 from loop_waits import until
 from tandem.core.events import AbortRequested
 from tandem.server.api import connections
-from tandem.server.api.accept import BoundedServer
 from tandem.server.api.connections import (
     ENDING,
     SPARE_FDS,
@@ -36,35 +37,25 @@ LONG = 3600.0
 FILES = resource.RLIMIT_NOFILE
 NUM_HELD = 8 * REQUESTS_PER_TURN
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Port:
-    def __init__(self, number: int, bounds: ConnectionBounds, server: BoundedServer, task: asyncio.Task[None]) -> None:
-        self.number, self.bounds = number, bounds
-        self._server, self._task = server, task
-
+class Port(bounded_port.Port):
     def begin_to_end(self) -> None:
-        self._server.should_exit = True
+        self.server.should_exit = True
 
     def last_stays(self) -> list[bool]:
         """Of each connection, whether it is kept behind the last request that has begun to come."""
-        connections: set[Any] = self._server.server_state.connections
+        connections: set[Any] = self.server.server_state.connections
         return [connection.cycle.keep_alive for connection in connections]
 
     def write_timers(self) -> list[asyncio.TimerHandle]:
         """Of each connection whose client does not read."""
-        connections: set[Any] = self._server.server_state.connections
+        connections: set[Any] = self.server.server_state.connections
         return [one._write_timer for one in connections if one._write_timer is not None]
 
     async def has_ended(self) -> None:
         async with asyncio.timeout(20):
-            await asyncio.shield(self._task)
-
-    async def open(self, data: bytes = b"") -> Opened:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.number)
-        writer.write(data)
-        return reader, writer
+            await asyncio.shield(self.task)
 
     async def ask(self, data: bytes) -> bytes:
         """The whole answer to one request on a connection of its own."""
@@ -79,15 +70,8 @@ class Port:
 
 @contextlib.asynccontextmanager
 async def serving(app: Any, bounds: ConnectionBounds) -> AsyncIterator[Port]:
-    server = BoundedServer(app, bounds, drain_seconds=int(LONG))
-    listener = socket.create_server(("127.0.0.1", 0))
-    task = asyncio.create_task(server.serve([listener]))
-    try:
-        await until(lambda: server.started)
-        yield Port(listener.getsockname()[1], bounds, server, task)
-    finally:
-        server.should_exit = server.force_exit = True
-        await task
+    async with opened(app, bounds, drain_seconds=int(LONG)) as port:
+        yield Port(port.number, bounds, port.server, port.task)
 
 
 def serves(story: Callable[[Port], Awaitable[None]], app: Any = None, **limits: Any) -> None:
@@ -99,14 +83,6 @@ def serves(story: Callable[[Port], Awaitable[None]], app: Any = None, **limits: 
             await story(port)
 
     asyncio.run(main())
-
-
-async def is_cut(reader: asyncio.StreamReader) -> bool:
-    async with asyncio.timeout(20):
-        with contextlib.suppress(ConnectionError):
-            while await reader.read(1 << 16):
-                pass
-    return True
 
 
 def generate(body: dict[str, Any], *, missing: int = 0, headers: str = "") -> bytes:

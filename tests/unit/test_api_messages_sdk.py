@@ -1,6 +1,5 @@
 """`/v1/messages` as Anthropic's own client uses it: what becomes of a conversation, and what the answer becomes."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -8,10 +7,10 @@ from typing import Any  # bodies
 
 import anthropic
 import pytest
-import uvicorn
 from api_fakes import Script, World, ids, prompt_of, says, world
 from test_api_tools import ADD, CALL, OTHER, THINKS, tokenizer
 
+from raw_http import serving
 from tandem.core.values import Cause
 from tandem.server.api.body import ChatBody
 from tandem.server.api.errors import Refusal
@@ -26,19 +25,10 @@ TOOLS = [
 
 @contextmanager
 def client_of(w: World, **settings: Any) -> Iterator[anthropic.Anthropic]:
-    server = uvicorn.Server(uvicorn.Config(w.app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.01)
-            assert thread.is_alive()
-        port = server.servers[0].sockets[0].getsockname()[1]
-        options = {"api_key": "none", "max_retries": 0, "timeout": 10} | settings
-        yield anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", **options)
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serving(w.app) as port:
+        yield anthropic.Anthropic(
+            base_url=f"http://127.0.0.1:{port}", **{"api_key": "none", "max_retries": 0, "timeout": 10} | settings
+        )
 
 
 def asked(w: World, **fields: Any) -> anthropic.types.Message:

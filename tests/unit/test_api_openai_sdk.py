@@ -1,13 +1,12 @@
 """The openai package against a real uvicorn on a free port, with a fake node behind it."""
 
-import threading
 from collections.abc import Iterator
 
 import openai
 import pytest
-import uvicorn
 from api_fakes import Script, ids, world
 
+from raw_http import serving
 from tandem.core.values import Cause
 
 USER = [{"role": "user", "content": "hi"}]
@@ -25,26 +24,8 @@ def script(request, payload) -> Script:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    app = world(script, api_key="key").app
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        port = wait_for_port(server)
+    with serving(world(script, api_key="key").app) as port:
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key", max_retries=0, timeout=10)
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def wait_for_port(server: uvicorn.Server) -> int:
-    import time
-
-    deadline = time.monotonic() + 5
-    while not server.started:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return server.servers[0].sockets[0].getsockname()[1]
 
 
 def test_chat(client: openai.OpenAI) -> None:

@@ -1,17 +1,16 @@
 """`/v1/responses` as OpenAI's own client uses it: what becomes of items, what the answer becomes, what is kept."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any  # bodies
 
 import openai
 import pytest
-import uvicorn
 from api_fakes import Script, World, ids, prompt_of, says, world
 from openai.types.responses import Response
 from test_api_tools import CALL, OTHER, THINKS, tokenizer
 
+from raw_http import serving
 from tandem.core.values import Cause
 
 ADD = {
@@ -31,19 +30,10 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "additiona
 
 @contextmanager
 def client_of(w: World, **settings: Any) -> Iterator[openai.OpenAI]:
-    server = uvicorn.Server(uvicorn.Config(w.app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.01)
-            assert thread.is_alive()
-        port = server.servers[0].sockets[0].getsockname()[1]
-        options = {"api_key": "none", "max_retries": 0, "timeout": 10} | settings
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", **options)
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serving(w.app) as port:
+        yield openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 10} | settings
+        )
 
 
 def asked(client: openai.OpenAI, **fields: Any) -> Response:

@@ -2,17 +2,18 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
+import bounded_port
 import pytest
+from bounded_port import is_cut, opened
 
 from loop_waits import until
 from tandem.core.bootstrap_registry import BootstrapRegistry, Registration
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Incarnation
-from tandem.server.api.accept import BoundedServer
 from tandem.server.api.body_store import CHUNK_BYTES, MAX_BOOTSTRAP_BODY_BYTES, BodyStore
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
 from tandem.server.api.cluster_auth import WriteGuard
@@ -28,16 +29,11 @@ def query(num_bytes: int) -> bytes:
     return b"POST /query_dp_ranks HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % num_bytes
 
 
-class Port:
-    """A bootstrap server at a real port."""
+@dataclass
+class Port(bounded_port.Port):
+    """Of a bootstrap server."""
 
-    def __init__(self, number: int, bounds: ConnectionBounds, bodies: BodyStore) -> None:
-        self.number, self.bounds, self.bodies = number, bounds, bodies
-
-    async def open(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.number)
-        writer.write(data)
-        return reader, writer
+    bodies: BodyStore
 
     async def ask(self, data: bytes) -> bytes:
         """The head of the answer."""
@@ -53,15 +49,8 @@ async def serving(bounds: ConnectionBounds, bodies: BodyStore) -> AsyncIterator[
     registry = BootstrapRegistry()
     registry.register(LARGE)
     app = BootstrapServer(registry, WriteGuard(None, monotonic_now), bodies=bodies).app()
-    server = BoundedServer(app, bounds, drain_seconds=0)
-    listener = socket.create_server(("127.0.0.1", 0))
-    task = asyncio.create_task(server.serve([listener]))
-    try:
-        await until(lambda: server.started)
-        yield Port(listener.getsockname()[1], bounds, bodies)
-    finally:
-        server.should_exit = server.force_exit = True
-        await task
+    async with opened(app, bounds) as port:
+        yield Port(port.number, bounds, port.server, port.task, bodies)
 
 
 def serves(story: Callable[[Port], Awaitable[None]], *, bodies: BodyStore | None = None, **bounds: Any) -> None:
@@ -71,15 +60,6 @@ def serves(story: Callable[[Port], Awaitable[None]], *, bodies: BodyStore | None
             await story(port)
 
     asyncio.run(main())
-
-
-async def is_cut(reader: asyncio.StreamReader) -> bool:
-    """Whatever comes before."""
-    async with asyncio.timeout(20):
-        with contextlib.suppress(ConnectionError):
-            while await reader.read(1 << 16):
-                pass
-    return True
 
 
 @pytest.mark.parametrize("data", [b"", b"G", HEALTH[:-2]], ids=["nothing", "a byte", "half a head"])

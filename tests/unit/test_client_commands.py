@@ -4,16 +4,15 @@ import argparse
 import itertools
 import random
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 
+from raw_http import Handler, handling
 from tandem.cli import bench, client, eval, router
 from tandem.cli import main as cli
 from tandem.cli.client import (
@@ -194,24 +193,16 @@ def test_a_server_that_is_not_there_is_told_with_the_two_places_where_one_may_be
 def listening(status: int, body: bytes = b"") -> Iterator[str]:
     """The address of something that answers everybody with this status."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Listening(Handler):
         def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.say(body, status)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.do_GET()
+            self.read_body()
+            self.say(body, status)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with handling(Listening) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("words", ["eval --num 1", "bench --num-prompts 1 --warmup 0"])

@@ -8,17 +8,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from raw_http import Handler, handling
 from tandem.cli import chat, demo, doctor, serve
 from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
@@ -34,27 +33,20 @@ def breaks_off(said: bytes) -> Iterator[Any]:
     """A server that says this of a body in chunks, and goes away. It keeps the heads of requests."""
     heads: list[Message] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class BreaksOff(Handler):
         protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
 
         def do_POST(self) -> None:
             heads.append(self.headers)
-            self.rfile.read(int(self.headers["content-length"]))
+            self.read_body()
             self.send_response(200)
             self.send_header("transfer-encoding", "chunked")
             self.end_headers()
             self.wfile.write(said)
             self.close_connection = True
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            yield SimpleNamespace(name="decode-0", port=server.server_port, heads=heads)
-        finally:
-            server.shutdown()
+    with handling(BreaksOff) as port:
+        yield SimpleNamespace(name="decode-0", port=port, heads=heads)
 
 
 @pytest.mark.parametrize("said", [b"", b"5\r\nda", b"8\r\ndata: {\n\r\n0\r\n\r\n", b"0\r\n\r\n"])

@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
 from msgspec import structs
 
+from raw_http import Handler, handling
 from tandem.core.router.messages import AbortAsked, Side, WorkerProbed
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.worker_registry import Health, HealthSettings, ProbeResult, RegisteredWorker
@@ -57,28 +57,15 @@ def healthy_server(
 ) -> Iterator[RegisteredWorker]:
     """says: its role, as ours do; nothing by default, as servers of others. asked: for what, and with which key."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Healthy(Handler):
         def do_GET(self) -> None:
             if asked is not None:
                 asked.append((self.path, self.headers["authorization"]))
-            self.send_response(status)
-            if word := says():
-                self.send_header(header, word)
-            self.end_headers()
-            self.wfile.write(body)
+            word = says()
+            self.say(body, status, {header: word} if word else {})
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield make_worker(0, Role.PREFILL, f"http://127.0.0.1:{server.server_address[1]}")
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with handling(Healthy) as port:
+        yield make_worker(0, Role.PREFILL, f"http://127.0.0.1:{port}")
 
 
 def taken(prober: Prober) -> list[WorkerProbed]:
