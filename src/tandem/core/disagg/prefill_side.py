@@ -19,8 +19,6 @@ from tandem.core.commands import (
     PublishPages,
     RenderAgain,
     RevokePages,
-    StageTimings,
-    StartRequest,
     Tell,
 )
 from tandem.core.disagg.dp_rank import Announce, Conflict, Quiet, RequestFacts, settle
@@ -33,7 +31,7 @@ from tandem.core.request import Request
 from tandem.core.scheduler.leaving import end, failure, record_closed_room
 from tandem.core.scheduler.page_tables import give_back_if_idle
 from tandem.core.scheduler.priorities import least_urgent_first
-from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
+from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended, start_of
 from tandem.core.scheduler.state import (
     NodeState,
     Stashed,
@@ -137,7 +135,7 @@ def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:
     refusal = refuse(node, progress.request, side.reader, ready)
     if refusal is not None:
         cause, detail = refusal
-        node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, cause, detail)))
+        reject(node, peer, ready, cause, detail)
         is_final = cause is not Cause.PEER_LOST and is_other_half(side, progress.request, peer, ready)
         if is_final and not has_ended(progress):
             fail(node, progress, side, cause, detail)
@@ -155,24 +153,28 @@ def answer_unknown_room(node: NodeState, peer: Incarnation, ready: Ready) -> Non
     if tombstone is not None:
         node.out.append(Tell(peer, tombstone))
     elif ready.target != node.settings.incarnation:
-        detail = f"READY is for another incarnation ({ready.target.id}) than this one ({node.settings.incarnation.id})"
-        node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.PEER_LOST, detail)))
+        reject(node, peer, ready, Cause.PEER_LOST, meant_for_another(node, ready))
     elif node.draining:
-        node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.DRAINING, SHUTTING_DOWN)))
+        reject(node, peer, ready, Cause.DRAINING, SHUTTING_DOWN)
     elif ready.room in node.stash and node.stash[ready.room].expires_at <= node.now:
         del node.stash[ready.room]
         detail = "prefill has not got this request; does its router send both halves here?"
-        node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.PEER_ABORTED, detail)))
+        reject(node, peer, ready, Cause.PEER_ABORTED, detail)
     else:
         stash(node, peer, ready)
 
 
+def reject(node: NodeState, peer: Incarnation, ready: Ready, cause: Cause, detail: str) -> None:
+    node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, cause, detail)))
+
+
+def meant_for_another(node: NodeState, ready: Ready) -> str:
+    return f"READY is for another incarnation ({ready.target.id}) than this one ({node.settings.incarnation.id})"
+
+
 def refuse(node: NodeState, request: Request, reader: Reader | None, ready: Ready) -> tuple[Cause, str] | None:
     if ready.target != node.settings.incarnation:
-        return (
-            Cause.PEER_LOST,
-            f"READY is for another incarnation ({ready.target.id}) than this one ({node.settings.incarnation.id})",
-        )
+        return Cause.PEER_LOST, meant_for_another(node, ready)
     if ready.layout != node.settings.layout:
         return Cause.LAYOUT_MISMATCH, LAYOUT_DIFFERS
     if ready.prompt_len != request.prompt_len:
@@ -525,12 +527,7 @@ def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path, *
     """
     charge_stage(node, progress)
     if side.result is not None and path is Path.REMOTE:
-        ledger = StageTimings(tuple(progress.stages.items()))
-        node.out.append(
-            StartRequest(
-                progress.id, path, progress.cached_tokens, ledger, (), progress.host_tokens, progress.storage_tokens
-            )
-        )
+        node.out.append(start_of(progress, path))
         extras = ((progress.id, side.result.extra),) if side.result.extra else ()
         count = min(len(side.result.token) // TOKEN_BYTES, progress.request.max_new_tokens)
         node.out.append(EmitTokens((progress.id,) * count, side.result.token[: TOKEN_BYTES * count], extras))
@@ -546,7 +543,7 @@ def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path, *
             progress.cached_tokens,
             progress.computed_tokens,
             min(num_pulled, num_offered),
-            StageTimings(tuple(progress.stages.items())),
+            progress.ledger,
             side.prefill_retry_count,
             host_tokens=progress.host_tokens,
             storage_tokens=progress.storage_tokens,

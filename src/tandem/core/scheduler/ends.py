@@ -1,6 +1,6 @@
 """How requests end: with all their tokens, with one named cause, at a stop string of the edge, or at their deadline."""
 
-from tandem.core.commands import FinishReason, FinishRequest, Path, StageTimings
+from tandem.core.commands import FinishReason, FinishRequest, Path
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
 from tandem.core.scheduler.leaving import end, failure
@@ -22,7 +22,7 @@ def finish(node: NodeState, progress: Progress, reason: FinishReason, vector: by
         progress.cached_tokens,
         progress.computed_tokens,
         progress.kv_pages,
-        StageTimings(tuple(progress.stages.items())),
+        progress.ledger,
         progress.retractions,
         vector,
         progress.host_tokens,

@@ -17,8 +17,6 @@ from tandem.core.commands import (
     FailRequest,
     FinishReason,
     Path,
-    StageTimings,
-    StartRequest,
     Tell,
 )
 from tandem.core.disagg import decode_side, prefill_lookup, prefill_side, rendering
@@ -74,6 +72,7 @@ from tandem.core.scheduler.request_state import (
     State,
     Trigger,
     has_ended,
+    start_of,
 )
 from tandem.core.scheduler.state import NodeState, charge_stage, due, earliest_timer, enter, mixes, schedule
 from tandem.core.scheduler.window_claims import free_windows_command, pass_window
@@ -415,19 +414,8 @@ def take_tokens(
 
 def announce_first_token(node: NodeState, progress: Progress) -> None:
     charge_stage(node, progress)
-    ledger = StageTimings(tuple(progress.stages.items()))
     of_prompt, progress.prompt_extras = tuple(progress.prompt_extras), []
-    node.out.append(
-        StartRequest(
-            progress.id,
-            progress.path,
-            progress.cached_tokens,
-            ledger,
-            of_prompt,
-            progress.host_tokens,
-            progress.storage_tokens,
-        )
-    )
+    node.out.append(start_of(progress, progress.path, of_prompt))
 
 
 def learn_hashes(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tandem.core.batch import Row
-from tandem.core.commands import Path
+from tandem.core.commands import Path, StageTimings, StartRequest
 from tandem.core.disagg.messages import Ready
 from tandem.core.disagg.sides import AnySide, DecodeSide, PeerSearch, PrefillSide
 from tandem.core.machine import Machine
@@ -195,6 +195,11 @@ class Progress:
         return self.request.id
 
     @property
+    def ledger(self) -> StageTimings:
+        """Where its time went, up to the stage that it is in."""
+        return StageTimings(tuple(self.stages.items()))
+
+    @property
     def waiting_for(self) -> WaitingFor | None:
         if self.state in _MAY_BE_BLOCKED and self.blocked_on is not None:
             return self.blocked_on
@@ -213,6 +218,13 @@ _ENDED = (State.DRAINING, State.DONE)
 def is_early(progress: Progress) -> bool:
     """A prefill side to which no decode has said READY: nobody waits for it yet."""
     return isinstance(progress.side, PrefillSide) and not progress.side.is_ready
+
+
+def start_of(progress: Progress, path: Path, prompt_extras: tuple[bytes, ...] = ()) -> StartRequest:
+    """Its first token is here."""
+    cached = progress.cached_tokens
+    tiers = progress.host_tokens, progress.storage_tokens
+    return StartRequest(progress.id, path, cached, progress.ledger, prompt_extras, *tiers)
 
 
 def num_shared(one: Progress, other: Progress, first: int, last: int) -> int:
