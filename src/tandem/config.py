@@ -665,4 +665,9 @@ def public_settings(config: Any) -> dict[str, Any]:
 
 def flags(kind: Any = ServerConfig) -> list[tuple[str, Any]]:
     """(`--flag-name`, field) of a class of settings, in the order of declaration."""
-    return [("--" + f.name.replace("_", "-"), f) for f in fields(kind) if "help" in f.metadata]
+    return [(flag_of(f.name), f) for f in fields(kind) if "help" in f.metadata]
+
+
+def flag_of(field: str) -> str:
+    """Of a field, by its name."""
+    return "--" + field.replace("_", "-")

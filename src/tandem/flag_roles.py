@@ -199,7 +199,6 @@ NEEDS: tuple[Need, ...] = (
     ),
 )
 
-
 NO_KV = "does nothing for an encoder, which keeps no KV"
 ENCODERS: dict[str, str] = {
     "--disable-radix-cache": "does nothing for an encoder: its attention looks both ways, so prompts share no prefix",
@@ -212,12 +211,10 @@ ENCODERS: dict[str, str] = {
     "--swa-full-tokens-ratio": NO_KV,
 }
 
-
 STATES: dict[str, str] = {
     "--attn-cp-size": "shares out the tokens of a prompt, and a state-space layer needs them one after the other",
     "--deterministic": "cannot be kept: what a state-space layer sums depends on how a prompt is cut into chunks",
 }
-
 
 NOT_CUT = "cuts layers or batches, and those of this model are computed by transformers as a whole"
 TRANSFORMERS: dict[str, str] = {
@@ -228,7 +225,6 @@ TRANSFORMERS: dict[str, str] = {
     "--quantization": "is for Tandem's own layers, and those of this model are computed by transformers",
     "--tp-size": NOT_CUT,
 }
-
 
 NOT_WITH_BLOCKS = "is not there for models of block diffusion"
 BLOCKS: dict[str, str] = {
@@ -241,22 +237,17 @@ BLOCKS: dict[str, str] = {
 }
 
 
-def impossible_with_states(config: ServerConfig) -> list[str]:
-    """What a model with state-space layers cannot do."""
-    return _impossible(config, STATES)
-
-
-def impossible_with_transformers(config: ServerConfig) -> list[str]:
-    """What a model cannot do whose layers transformers computes."""
-    return _impossible(config, TRANSFORMERS)
+def impossible(config: ServerConfig, reasons: dict[str, str]) -> list[str]:
+    """What a model of some kind cannot do: `STATES`, `TRANSFORMERS` or `BLOCKS`."""
+    return [f"{name} {reason}: leave it out" for name, reason in reasons.items() if name in given(config)]
 
 
 def impossible_with_blocks(config: ServerConfig, block_tokens: int) -> list[str]:
     """What a model of block diffusion cannot do; and what does nothing for any other (blocks of one token)."""
-    given = {name for name, field in flags() if getattr(config, field.name) != field.default}
     if block_tokens == 1:
-        return ["--dllm-threshold is for models of block diffusion: leave it out"] * ("--dllm-threshold" in given)
-    found = _impossible(config, BLOCKS)
+        is_given = "--dllm-threshold" in given(config)
+        return ["--dllm-threshold is for models of block diffusion: leave it out"] if is_given else []
+    found = impossible(config, BLOCKS)
     if config.page_tokens % block_tokens != 0:
         found.append(
             f"--page-size {config.page_tokens} cuts the model's blocks of {block_tokens} tokens, whose KV is final, "
@@ -265,21 +256,20 @@ def impossible_with_blocks(config: ServerConfig, block_tokens: int) -> list[str]
     return found
 
 
-def _impossible(config: ServerConfig, reasons: dict[str, str]) -> list[str]:
-    given = {name for name, field in flags() if getattr(config, field.name) != field.default}
-    return [f"{name} {reason}: leave it out" for name, reason in reasons.items() if name in given]
-
-
 def without_effect_on_encoders(config: ServerConfig) -> list[str]:
     """As `without_effect`, of a server whose model is one; what that is, is known later."""
-    given = {name for name, field in flags() if getattr(config, field.name) != field.default}
-    return [f"{name} {reason}" for name, reason in ENCODERS.items() if name in given]
+    return [f"{name} {reason}" for name, reason in ENCODERS.items() if name in given(config)]
 
 
 def without_effect(config: ServerConfig) -> list[str]:
     """The flags that were given and would do nothing, each with the reason."""
-    given = [name for name, field in flags() if getattr(config, field.name) != field.default]
-    elsewhere = [name for name in given if name in ROLES and config.role not in ROLES[name].roles]
+    names = given(config)
+    elsewhere = [name for name in names if name in ROLES and config.role not in ROLES[name].roles]
     found = [f"{name} is for {ROLES[name]} servers: {ROLES[name].reason}" for name in elsewhere]
-    lacking = [need for need in NEEDS if need.flag in given and need.flag not in elsewhere and not need.is_met(config)]
+    lacking = [need for need in NEEDS if need.flag in names and need.flag not in elsewhere and not need.is_met(config)]
     return found + [f"{need.flag} {need.reason}" for need in lacking]
+
+
+def given(config: ServerConfig) -> list[str]:
+    """The flags whose values differ from the defaults."""
+    return [name for name, field in flags() if getattr(config, field.name) != field.default]

@@ -24,9 +24,9 @@ import httpx
 from msgspec import Struct
 
 from tandem.cli.client import (
+    EventStream,
     ProgressLine,
     ServerTrouble,
-    achunks_of,
     add_server_arguments,
     client_options,
     raise_for_status,
@@ -151,12 +151,15 @@ class LoadGenerator:
             if not response.is_success:
                 raise_for_status(response.status_code, await response.aread())
             sample.path = response.headers.get("x-tandem-path", "")
-            async for chunk in achunks_of(response.aiter_lines()):
-                if any(choice.piece for choice in chunk.choices or []):
-                    sample.pieces.append(time.monotonic())
-                if chunk.usage is not None:
-                    sample.input_tokens = chunk.usage.prompt_tokens or sample.input_tokens
-                    sample.output_tokens = chunk.usage.completion_tokens or sample.output_tokens
+            stream = EventStream()
+            async for line in response.aiter_lines():
+                for chunk in stream.take(line):
+                    if any(choice.piece for choice in chunk.choices or []):
+                        sample.pieces.append(time.monotonic())
+                    if chunk.usage is not None:
+                        sample.input_tokens = chunk.usage.prompt_tokens or sample.input_tokens
+                        sample.output_tokens = chunk.usage.completion_tokens or sample.output_tokens
+            stream.end()
         sample.output_tokens = sample.output_tokens or len(sample.pieces)
 
     def _body(self, prompt: str) -> dict[str, Any]:

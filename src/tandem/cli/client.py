@@ -5,7 +5,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Annotated, Any, TypeVar  # Any: options of httpx
 from urllib.request import getproxies_environment, proxy_bypass
@@ -251,17 +251,8 @@ def chunks_of(lines: Iterator[str]) -> Iterator[StreamChunk]:
     stream.end()
 
 
-async def achunks_of(lines: AsyncIterator[str]) -> AsyncIterator[StreamChunk]:
-    """The same for asyncio."""
-    stream = EventStream()
-    async for line in lines:
-        for chunk in stream.take(line):
-            yield chunk
-    stream.end()
-
-
 class EventStream:
-    """What the lines of an event stream say, one after the other."""
+    """What the lines of an event stream say, one after the other, for whoever gets them one at a time."""
 
     def __init__(self) -> None:
         self._is_done = False

@@ -24,9 +24,10 @@ from tandem.engine.model_config import (
     read_json,
 )
 from tandem.flag_roles import (
+    STATES,
+    TRANSFORMERS,
+    impossible,
     impossible_with_blocks,
-    impossible_with_states,
-    impossible_with_transformers,
     without_effect,
     without_effect_on_encoders,
 )
@@ -125,9 +126,9 @@ def for_task(config: ServerConfig, model: ModelFacts) -> ServerConfig:
     else:
         complaints += without_effect_on_windows(config, model.window)
     if model.has_states:
-        complaints += impossible_with_states(config)
+        complaints += impossible(config, STATES)
     if model.library:
-        complaints += impossible_with_transformers(config)
+        complaints += impossible(config, TRANSFORMERS)
     complaints += impossible_with_blocks(config, model.block_tokens)
     if model.block_tokens > 1 and model.sampling_defaults.repetition_penalty != 1.0:
         complaints.append(

@@ -10,7 +10,7 @@ from tandem.cli.flags import Collect, add_flags, config_of, count
 from tandem.cli.fleet import Fleet, Member, listen, start_pd, temporary_fleet
 from tandem.cli.main import Parser
 from tandem.cli.supervisor import Supervisor
-from tandem.config import ServerConfig
+from tandem.config import ServerConfig, flag_of
 from tandem.server.logs import say
 from tandem.server.router.config import RouterConfig
 
@@ -81,23 +81,22 @@ def words_of(args: argparse.Namespace, name: str) -> list[str]:
     try:
         return shlex.split(getattr(args, name))
     except ValueError as error:
-        flag = "--" + name.replace("_", "-")
-        raise CommandFailed(f"{flag} cannot be parted into words ({error})", is_wrong_usage=True) from None
+        raise CommandFailed(f"{flag_of(name)} cannot be parted into words ({error})", is_wrong_usage=True) from None
 
 
 def refuse_contradictions(model: str, more_flags: Mapping[str, Sequence[str]]) -> None:
     """What no server would start with, and what each would but not all of them together. Raises CommandFailed."""
     for name, words in more_flags.items():
         for word in words:
-            if (reason := OURS.get(word.partition("=")[0])) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise CommandFailed(f"{flag} cannot say {word.partition('=')[0]}: {reason}", is_wrong_usage=True)
+            said = word.partition("=")[0]
+            if (reason := OURS.get(said)) is not None:
+                raise CommandFailed(f"{flag_of(name)} cannot say {said}: {reason}", is_wrong_usage=True)
     prefill, decode = (
         role_config(model, role, [*more_flags["server_flags"], *more_flags[f"{role}_flags"]])
         for role in ("prefill", "decode")
     )
     if unlike := [name for name in ALIKE if getattr(prefill, name) != getattr(decode, name)]:
-        names = ", ".join("--" + name.replace("_", "-") for name in unlike)
+        names = ", ".join(map(flag_of, unlike))
         raise CommandFailed(
             f"prefill and decode servers would differ in {names}, in which a pair must agree: say it in --server-flags",
             is_wrong_usage=True,
@@ -113,7 +112,7 @@ def role_config(model: str, role: str, words: Sequence[str]) -> ServerConfig:
     actions = [parser.action_of(word) for word in words]
     given = [action.dest for action in actions if action is not None and not isinstance(action, Collect)]
     if twice := [name for name in dict.fromkeys(given) if given.count(name) > 1]:
-        names = ", ".join("--" + name.replace("_", "-") for name in twice)
+        names = ", ".join(map(flag_of, twice))
         raise CommandFailed(f"{role}: {names} is given twice: give it once", is_wrong_usage=True)
     try:
         return config_of(args)

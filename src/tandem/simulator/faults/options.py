@@ -63,36 +63,9 @@ from tandem.simulator.network.links import LinkSettings
 from tandem.simulator.renderings import ShownTime
 from tandem.simulator.workload import WorkloadSettings
 
-CLASSES = (
-    "F1",
-    "F2",
-    "F3",
-    "F4",
-    "F5",
-    "F6",
-    "F7",
-    "F8",
-    "F9",
-    "F10",
-    "F11",
-    "F12",
-    "F13",
-    "F14",
-    "F15",
-    "F16",
-    "F17",
-    "F18",
-    "F19",
-    "F20",
-    "F21",
-    "F22",
-    "F23",
-    "F24",
-    "F25",
-)
+CLASSES = tuple(f"F{number}" for number in range(1, 26))
 RARE = {"F19": 0.1, "F20": 0.3, "F11": 0.3, "F12": 0.4, "F21": 0.2}  # probability; 0.5 otherwise
 RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
-
 
 TIERS_ONE_IN = 6
 STALLS_ONE_IN = 6
