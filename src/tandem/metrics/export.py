@@ -12,7 +12,7 @@ is `tandem:worker_*` under its own ranks, and not there at all for one that has 
 
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -149,20 +149,11 @@ class Exporter:
             yield self._histogram("sglang:kv_transfer_speed_gb_s", "Prefill: bytes by that time.", stats.transfer_speed)
 
     def _http(self) -> Iterable[Metric]:
-        asked, answered = ("endpoint", "method"), ("endpoint", "method", "status_code")
-        requests = CounterMetricFamily("sglang:http_requests", "HTTP requests.", labels=(*SERVER_LABELS, *asked))
-        responses = CounterMetricFamily("sglang:http_responses", "HTTP answers.", labels=(*SERVER_LABELS, *answered))
-        active = GaugeMetricFamily(
-            "sglang:http_requests_active", "HTTP requests under way.", labels=(*SERVER_LABELS, *asked)
-        )
-        for family, counts in (
-            (requests, self._counts.requests),
-            (responses, self._counts.responses),
-            (active, self._counts.active),
-        ):
-            for key, value in counts.items():
-                family.add_metric((*self._server, *key), value)
-            yield family
+        counts, asked, answered = self._counts, ("endpoint", "method"), ("endpoint", "method", "status_code")
+        yield self._labelled(CounterMetricFamily, "sglang:http_requests", "HTTP requests.", asked, counts.requests)
+        yield self._labelled(CounterMetricFamily, "sglang:http_responses", "HTTP answers.", answered, counts.responses)
+        active = "HTTP requests under way."
+        yield self._labelled(GaugeMetricFamily, "sglang:http_requests_active", active, asked, counts.active)
 
     def _nodes(self, nodes: Mapping[int, Mapping[str, float]]) -> Iterable[Metric]:
         histograms: dict[str, HistogramMetricFamily] = {}
@@ -228,19 +219,26 @@ class Exporter:
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=SERVER_LABELS)
-        family.add_metric(self._server, value)
-        return family
+        return self._labelled(CounterMetricFamily, name, text, (), {(): value})
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=SERVER_LABELS)
-        family.add_metric(self._server, value)
-        return family
+        return self._labelled(GaugeMetricFamily, name, text, (), {(): value})
 
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*SERVER_LABELS, label))
+        return self._labelled(CounterMetricFamily, name, text, (label,), {(key,): values[key] for key in values})
+
+    def _labelled(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        values: Mapping[tuple[str, ...], float],
+    ) -> Metric:
+        """values: by what these labels say."""
+        family = kind(name, text, labels=(*SERVER_LABELS, *labels))
         for key, value in values.items():
-            family.add_metric((*self._server, key), value)
+            family.add_metric((*self._server, *key), value)
         return family
 
 

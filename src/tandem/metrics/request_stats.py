@@ -63,7 +63,7 @@ class RequestRecord(Struct, frozen=True):
 
 
 class Histogram:
-    """Cumulative when exported, plain counts inside. Values are seconds."""
+    """Cumulative when exported, plain counts inside. Values are in the unit of the bounds."""
 
     __slots__ = ("bounds", "counts", "total")
 
