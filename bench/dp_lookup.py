@@ -19,28 +19,19 @@ import os
 import random
 import statistics
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from conditions import conditions
-from pd_tax import SEED, VOCABULARY, bootstrap_port_of, ttft_ms
+from pd_tax import SEED, Pair, body_of, drawn_room
 
 from tandem.cli.fleet import Fleet, start_pd
 from tandem.environment import FORCE_QUERY
 
 WAYS = ("implied", "named", "elsewhere", "asked")
 DP_SIZE, LENGTH, WARM_UP = 2, 16, 5
-
-
-@dataclass(frozen=True)
-class Pair:
-    prefill: str
-    decode: str
-    bootstrap_port: int
 
 
 @contextmanager
@@ -51,32 +42,20 @@ def pair(folder: str, *, asks: bool) -> Iterator[Pair]:
         flags = ("--dp-size", str(DP_SIZE), "--max-total-tokens", "8192")
         start_pd(fleet, "tandem/mini", prefills=1, decodes=1, router_port=0, prefill_flags=flags)
         fleet.wait_ready(timeout_s=120)
-        prefill, decode = (
-            next(member.url for member in fleet.members if member.name.startswith(role))
-            for role in ("prefill", "decode")
-        )
         del os.environ[name]
-        yield Pair(prefill, decode, bootstrap_port_of(prefill))
+        yield Pair.of(fleet)
 
 
 def ask(clients: tuple[httpx.Client, httpx.Client], pair: Pair, way: str, rng: random.Random) -> float:
-    room = rng.getrandbits(62) + 1
+    room = drawn_room(rng)
     rank = room % DP_SIZE
-    body: dict[str, object] = {
-        "input_ids": [rng.randrange(3, VOCABULARY) for _ in range(LENGTH)],
-        "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-        "bootstrap_host": "127.0.0.1",
-        "bootstrap_port": pair.bootstrap_port,
-        "bootstrap_room": room,
-    }
-    left = {"data_parallel_rank": 1 - rank if way == "elsewhere" else rank}
-    right = {"disagg_prefill_dp_rank": rank} if way == "named" else {}
-    half = threading.Thread(target=lambda: clients[0].post(f"{pair.prefill}/generate", json=body | left))
-    half.start()
-    elapsed = ttft_ms(clients[1], pair.decode, body | right)
-    half.join()
-    return elapsed
+    return pair.ttft_ms(
+        clients,
+        body_of(rng, LENGTH),
+        room,
+        prefill_fields={"data_parallel_rank": 1 - rank if way == "elsewhere" else rank},
+        decode_fields={"disagg_prefill_dp_rank": rank} if way == "named" else {},
+    )
 
 
 def measure(repetitions: int) -> list[dict[str, float | str]]:

@@ -14,6 +14,8 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -24,7 +26,9 @@ from tandem.cli.ports import free_ports
 
 LENGTHS = (16, 64, 256, 1024, 4096)
 VOCABULARY = 500
+WARM_UP = 2  # repetitions
 SEED = 1
+NO_FIELDS: dict[str, object] = {}
 
 
 def ttft_ms(client: httpx.Client, url: str, body: dict[str, object]) -> float:
@@ -40,27 +44,55 @@ def ttft_ms(client: httpx.Client, url: str, body: dict[str, object]) -> float:
     return elapsed * 1000
 
 
-def direct_ttft_ms(
-    client: httpx.Client,
-    other: httpx.Client,
-    *,
-    prefill: str,
-    decode: str,
-    body: dict[str, object],
-    bootstrap_port: int,
-    rng: random.Random,
-) -> float:
-    """As a router would, without one: the same body with a new room to both halves."""
-    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port, "bootstrap_room": rng.getrandbits(62) + 1}
-    send = threading.Thread(target=lambda: other.post(f"{prefill}/generate", json=body | pair))
-    send.start()
-    elapsed = ttft_ms(client, decode, body | pair)
-    send.join()
-    return elapsed
+@dataclass(frozen=True)
+class Pair:
+    """Two halves that are asked by hand, as a router would. URLs."""
+
+    prefill: str
+    decode: str
+    bootstrap_port: int
+
+    @classmethod
+    def of(cls, fleet: Fleet) -> "Pair":
+        """The first of each, once they are ready."""
+        prefill, decode = (
+            next(member.url for member in fleet.members if member.name.startswith(role))
+            for role in ("prefill", "decode")
+        )
+        info = httpx.get(f"{prefill}/server_info").json()
+        return cls(prefill, decode, int(info["disaggregation_bootstrap_port"]))
+
+    def ttft_ms(
+        self,
+        clients: tuple[httpx.Client, httpx.Client],
+        body: dict[str, object],
+        room: int,
+        *,
+        prefill_fields: dict[str, object] = NO_FIELDS,
+        decode_fields: dict[str, object] = NO_FIELDS,
+    ) -> float:
+        """The same body, with this room, to both halves; but for the fields of one."""
+        to_prefill, to_decode = clients
+        body = body | {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
+        url, sent = f"{self.prefill}/generate", body | prefill_fields
+        half = threading.Thread(target=lambda: to_prefill.post(url, json=sent))
+        half.start()
+        elapsed = ttft_ms(to_decode, self.decode, body | decode_fields)
+        half.join()
+        return elapsed
 
 
-def bootstrap_port_of(prefill: str) -> int:
-    return int(httpx.get(f"{prefill}/server_info").json()["disaggregation_bootstrap_port"])
+def body_of(rng: random.Random, prompt_tokens: int) -> dict[str, object]:
+    """Of a prompt of which nothing is cached."""
+    return {
+        "input_ids": [rng.randrange(3, VOCABULARY) for _ in range(prompt_tokens)],
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+    }
+
+
+def drawn_room(rng: random.Random) -> int:
+    return rng.getrandbits(62) + 1
 
 
 def measure(repetitions: int) -> list[dict[str, float]]:
@@ -71,48 +103,29 @@ def measure(repetitions: int) -> list[dict[str, float]]:
         router = start_pd(fleet, "tandem/mini", prefills=1, decodes=1, router_port=router_port)
         unified = fleet.start("unified", serve_words("tandem/mini", unified_port), port=unified_port)
         fleet.wait_ready(timeout_s=120)
-        prefill = next(member for member in fleet.members if member.name.startswith("prefill"))
-        decode = next(member for member in fleet.members if member.name.startswith("decode"))
-        port = bootstrap_port_of(prefill.url)
+        pair = Pair.of(fleet)
         with httpx.Client(timeout=60) as client, httpx.Client(timeout=60) as other:
+            ways: dict[str, Callable[[dict[str, object]], float]] = {
+                "pd": lambda body: ttft_ms(client, router.url, body),
+                "direct": lambda body: pair.ttft_ms((other, client), body, drawn_room(rng)),
+                "unified": lambda body: ttft_ms(client, unified.url, body),
+            }
             for length in LENGTHS:
-                pd, direct, alone = [], [], []
-                for repetition in range(repetitions + 2):
-                    samples = []
-                    for way in range(3):
-                        prompt = [rng.randrange(3, VOCABULARY) for _ in range(length)]
-                        body = {
-                            "input_ids": prompt,
-                            "stream": True,
-                            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
-                        }
-                        if way == 0:
-                            samples.append(ttft_ms(client, router.url, body))
-                        elif way == 1:
-                            samples.append(
-                                direct_ttft_ms(
-                                    client,
-                                    other,
-                                    prefill=prefill.url,
-                                    decode=decode.url,
-                                    body=body,
-                                    bootstrap_port=port,
-                                    rng=rng,
-                                )
-                            )
-                        else:
-                            samples.append(ttft_ms(client, unified.url, body))
-                    if repetition >= 2:  # the first two warm up
-                        for kept, sample in zip((pd, direct, alone), samples, strict=True):
-                            kept.append(sample)
+                found: dict[str, list[float]] = {name: [] for name in ways}
+                for repetition in range(WARM_UP + repetitions):
+                    for name, sample in ways.items():
+                        elapsed = sample(body_of(rng, length))
+                        if repetition >= WARM_UP:
+                            found[name].append(elapsed)
+                p50 = {name: statistics.median(times) for name, times in found.items()}
                 rows.append(
                     {
                         "prompt_tokens": length,
-                        "pd_ms": statistics.median(pd),
-                        "pd_direct_ms": statistics.median(direct),
-                        "unified_ms": statistics.median(alone),
-                        "tax_ms": statistics.median(pd) - statistics.median(alone),
-                        "ratio": statistics.median(pd) / statistics.median(alone),
+                        "pd_ms": p50["pd"],
+                        "pd_direct_ms": p50["direct"],
+                        "unified_ms": p50["unified"],
+                        "tax_ms": p50["pd"] - p50["unified"],
+                        "ratio": p50["pd"] / p50["unified"],
                     }
                 )
     return rows
