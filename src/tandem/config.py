@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Literal  # Any: values of dataclass metadata, whose shape the standard library leaves open
 
 from tandem import kv_events_config, several_hosts, storage_config
-from tandem.core.settings import MAX_DP_SIZE
+from tandem.core.settings import MAX_DP_SIZE, Role
 from tandem.core.values import MAX_SHARDS, MAX_TIMEOUT_SECONDS, PAGE_TOKENS, Cut
 from tandem.door_config import DOOR_RULES, TOO_LATE, ConfigRule, DoorConfig, flag, is_network
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
@@ -328,8 +328,8 @@ class ServerConfig(DoorConfig):
     enable_fault_injection: bool = flag(False, "test hooks may be changed while it runs: PUT /debug/faults")
 
     @property
-    def role(self) -> str:
-        return "unified" if self.disaggregation_mode == "null" else self.disaggregation_mode
+    def role(self) -> Role:
+        return Role.UNIFIED if self.disaggregation_mode == "null" else Role(self.disaggregation_mode)
 
     @property
     def model_names(self) -> tuple[str, ...]:

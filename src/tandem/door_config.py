@@ -1,7 +1,7 @@
 """What every HTTP door, a server's or a router's, can be told: address, keys, web pages, responses, traces."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from types import MappingProxyType
@@ -104,7 +104,7 @@ class DoorConfig:
 class ConfigRule:
     """A combination that is refused at start, and the sentence that tells the user why."""
 
-    broken: Any  # a function of the configuration
+    broken: Callable[[Any], bool]  # of the configuration
     reason: str
 
 

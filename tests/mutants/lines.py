@@ -1387,15 +1387,15 @@ BREAKS = (
     Break(
         "load_balance_method_of_a_server_is_ignored",
         "server/api/process.py",
-        "method=method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role))",
-        "method=method_for(LoadBalanceMethod.AUTO, Role(config.role))",
+        "method=method_for(LoadBalanceMethod(config.load_balance_method), config.role)",
+        "method=method_for(LoadBalanceMethod.AUTO, config.role)",
         DP_RANKS + "a_prefill_takes_turns_where_its_flag_says_so",
     ),
     Break(
         "load_balance_method_is_not_told_to_decode",
         "server/node/settings.py",
-        "return method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role))",
-        "return method_for(LoadBalanceMethod.AUTO, Role(config.role))",
+        "return method_for(LoadBalanceMethod(config.load_balance_method), config.role)",
+        "return method_for(LoadBalanceMethod.AUTO, config.role)",
         FLAGS + "the_flags_of_the_pair_reach_the_node",
     ),
     Break(

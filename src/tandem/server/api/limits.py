@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from tandem.core.settings import Role
 from tandem.sampling import SamplingDefaults
 
 
@@ -30,7 +31,7 @@ class Task(StrEnum):
 class ModelLimits(Struct, frozen=True):
     """What the edge must know of model and server to check a request."""
 
-    role: str
+    role: Role
     context_length: int
     page_size: int
     vocab_size: int

@@ -319,7 +319,7 @@ class Ops:
         """As gateways and other servers read it."""
         if self._limits.dp_size == 1:
             return LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM
-        return method_for(LoadBalanceMethod(self._config.load_balance_method), Role(self._config.role))
+        return method_for(LoadBalanceMethod(self._config.load_balance_method), self._config.role)
 
     # orders
 

@@ -35,7 +35,7 @@ from tandem.config import ServerConfig
 from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.commands import AnnounceDpRank, GatherLoad
 from tandem.core.dp_dispatch import method_for
-from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
+from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod
 from tandem.core.stall_detector import who_began
 from tandem.core.values import Cause
 from tandem.environment import FORCE_QUERY, environment_switch
@@ -143,7 +143,7 @@ class ApiProcess:
             *self._links,
             stall_timeout=config.stall_timeout,
             hosts=Hosts.of(config),
-            method=method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role)),
+            method=method_for(LoadBalanceMethod(config.load_balance_method), config.role),
             rooms_move=config.disaggregation_dp_rank_conflict == DpConflictPolicy.RESOLVE,
             force_query=environment_switch(FORCE_QUERY),
             announce=self._announce,

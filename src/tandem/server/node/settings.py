@@ -17,7 +17,6 @@ from tandem.core.settings import (
     PrefillInfo,
     PrefillStall,
     PrioritySettings,
-    Role,
     SchedulePolicy,
     StorageSettings,
     TierSettings,
@@ -46,7 +45,7 @@ DEFAULT_ATTEMPTS = 1
 def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
     config, topology = launch.config, launch.topology
     return NodeSettings(
-        role=Role(config.role),
+        role=config.role,
         incarnation=launch.incarnation,
         num_pages=engines.num_pages,
         page_size=config.page_tokens,
@@ -124,7 +123,7 @@ def tier_settings(config: ServerConfig, host_pages: int) -> TierSettings:
 
 
 def load_balance_method(config: ServerConfig) -> LoadBalanceMethod:
-    return method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role))
+    return method_for(LoadBalanceMethod(config.load_balance_method), config.role)
 
 
 def delayer_settings(config: ServerConfig, topology: DpTopology) -> DelayerSettings:
