@@ -329,6 +329,18 @@ def frozen(server: Server, module: str) -> Iterator[None]:
 
 
 @contextmanager
+def failing(*servers: Server, prob: float) -> Iterator[None]:
+    """This share of transfers, one draw for each worker."""
+    for server in servers:
+        server.call("PUT", "/debug/faults", {"disagg_failure_prob": prob})
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.call("PUT", "/debug/faults", {"disagg_failure_prob": 0})
+
+
+@contextmanager
 def stopped(process: int) -> Iterator[None]:
     """All of its threads: on a busy machine the signal is heard later than what is said to the process after it."""
     os.kill(process, signal.SIGSTOP)

@@ -18,6 +18,24 @@ def common() -> Iterator[Cluster]:
         yield it
 
 
+@pytest.fixture(scope="module")
+def it(common: Cluster) -> Cluster:
+    """The servers of a file: the common ones, unless it starts some of its own under this name."""
+    return common
+
+
+@pytest.fixture(scope="module")
+def router(it: Cluster) -> Server:
+    assert it.router is not None
+    return it.router
+
+
+@pytest.fixture(scope="module")
+def unified(it: Cluster) -> Server:
+    assert it.unified is not None
+    return it.unified
+
+
 @pytest.fixture(scope="session")
 def common_gateway(common: Cluster) -> Server:
     """sglang-router in front of the same pair."""

@@ -27,11 +27,6 @@ GAUGES = (
 
 
 @pytest.fixture(scope="module")
-def it(common: Cluster) -> Cluster:
-    return common
-
-
-@pytest.fixture(scope="module")
 def servers(it: Cluster, common_gateway: Server) -> dict[str, Server]:
     assert it.router is not None
     assert it.unified is not None

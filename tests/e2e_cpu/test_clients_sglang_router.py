@@ -25,19 +25,8 @@ BOUND_S = 25.0  # for an error: what a gateway needs to see that a server is gon
 
 
 @pytest.fixture(scope="module")
-def it(common: Cluster) -> Cluster:
-    return common
-
-
-@pytest.fixture(scope="module")
 def gateway(common_gateway: Server) -> Server:
     return common_gateway
-
-
-@pytest.fixture
-def unified(it: Cluster) -> Server:
-    assert it.unified is not None
-    return it.unified
 
 
 def is_idle(it: Cluster) -> bool:

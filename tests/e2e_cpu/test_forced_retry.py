@@ -23,12 +23,6 @@ def it() -> Iterator[Cluster]:
             yield it
 
 
-@pytest.fixture
-def router(it: Cluster) -> Server:
-    assert it.router is not None
-    return it.router
-
-
 def rid(name: str, *, forced: bool) -> str:
     rids = (f"{name}-{number}" for number in count())
     return next(rid for rid in rids if should_force_retry(rid, prob=0.5, prefill_retry_count=0) is forced)

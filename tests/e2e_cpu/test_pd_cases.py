@@ -20,18 +20,6 @@ def it() -> Iterator[Cluster]:
         yield it
 
 
-@pytest.fixture
-def router(it: Cluster) -> Server:
-    assert it.router is not None
-    return it.router
-
-
-@pytest.fixture
-def unified(it: Cluster) -> Server:
-    assert it.unified is not None
-    return it.unified
-
-
 @pytest.fixture(autouse=True)
 def _leaves_nothing(it: Cluster) -> Iterator[None]:
     yield

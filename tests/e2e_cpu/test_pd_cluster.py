@@ -34,18 +34,6 @@ def it(records: Path) -> Iterator[Cluster]:
         yield it
 
 
-@pytest.fixture
-def router(it: Cluster) -> Server:
-    assert it.router is not None
-    return it.router
-
-
-@pytest.fixture
-def unified(it: Cluster) -> Server:
-    assert it.unified is not None
-    return it.unified
-
-
 @pytest.mark.parametrize("name", list(PROMPTS))
 def test_prefill_and_decode_give_the_tokens_of_one_engine(router: Server, unified: Server, name: str) -> None:
     ours, theirs = router.generate(PROMPTS[name]), unified.generate(PROMPTS[name])

@@ -21,12 +21,6 @@ def it() -> Iterator[Cluster]:
         yield it
 
 
-@pytest.fixture
-def router(it: Cluster) -> Server:
-    assert it.router is not None
-    return it.router
-
-
 @pytest.fixture(autouse=True)
 def _leaves_nothing(it: Cluster) -> Iterator[None]:
     yield

@@ -39,18 +39,6 @@ class Basket(pydantic.BaseModel):
     note: str = pydantic.Field(max_length=10)
 
 
-@pytest.fixture(scope="module")
-def router(common: Cluster) -> Server:
-    assert common.router is not None
-    return common.router
-
-
-@pytest.fixture(scope="module")
-def unified(common: Cluster) -> Server:
-    assert common.unified is not None
-    return common.unified
-
-
 @pytest.fixture
 def client(router: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=30)

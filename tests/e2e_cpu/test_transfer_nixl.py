@@ -23,6 +23,7 @@ from transfer_world import (
     ServingProcess,
     Side,
     eventually,
+    introduced,
     pair,
     target,
     transfer_threads,
@@ -335,15 +336,8 @@ WAYS = [
 @contextmanager
 def two(of_owner: Backend, of_reader: Backend, *, unix: bool, gives_back: bool = False) -> Iterator[tuple[Side, Side]]:
     owner = Side(PREFILL, seed=1, backend=of_owner, gives_back=gives_back)
-    reader = Side(DECODE, seed=2, backend=of_reader)
-    reader.lender = owner
-    plane = owner.transfer
-    introduce(reader.transfer, PREFILL, plane.host, plane.port, plane.unix if unix else "")
-    try:
-        yield owner, reader
-    finally:
-        reader.close()
-        owner.close()
+    with introduced(owner, Side(DECODE, seed=2, backend=of_reader), unix=unix) as sides:
+        yield sides
 
 
 def pull(owner: Side, reader: Side) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from transfer_world import DECODE, NOTHING_OPEN, PREFILL, SECRET, ServingProcess, Side, pair, target
+from transfer_world import DECODE, NOTHING_OPEN, PREFILL, SECRET, ServingProcess, Side, introduced, pair, target
 
 from attackers_data import Asker, Impostor
 from data_planes import introduce
@@ -236,14 +236,8 @@ WAYS = [
 @contextmanager
 def two(of_owner: Backend, of_reader: Backend, *, unix: bool = True) -> Iterator[tuple[Side, Side]]:
     owner, reader = Side(PREFILL, seed=1, backend=of_owner), Side(DECODE, seed=2, backend=of_reader)
-    reader.lender = owner
-    plane = owner.transfer
-    introduce(reader.transfer, PREFILL, plane.host, plane.port, plane.unix if unix else "")
-    try:
+    with introduced(owner, reader, unix=unix):
         yield owner, reader
-    finally:
-        reader.close()
-        owner.close()
 
 
 def ends_by(owner: Side, reader: Side, way: str | None) -> None:

@@ -220,17 +220,19 @@ def pair(fabric: str = "unix", **options: object) -> Iterator[tuple[Side, Side]]
     """(owner, reader), connected over `fabric`: unix or tcp, where bytes are sent, shm or nixl."""
     options.setdefault("backend", {"shm": Backend.SHM, "nixl": Backend.NIXL}.get(fabric, Backend.SOCK))
     owner, reader = Side(PREFILL, seed=1, **options), Side(DECODE, seed=2, **options)  # type: ignore[arg-type]
-    reader.lender = owner
     if options["backend"] is Backend.NIXL:
         owner.transfer.start_nixl(lends=True)
         reader.transfer.start_nixl(lends=False)
-    introduce(
-        reader.transfer,
-        PREFILL,
-        owner.transfer.host,
-        owner.transfer.port,
-        "" if fabric in ("tcp", "nixl") else owner.transfer.unix,
-    )
+    with introduced(owner, reader, unix=fabric not in ("tcp", "nixl")):
+        yield owner, reader
+
+
+@contextmanager
+def introduced(owner: Side, reader: Side, *, unix: bool) -> Iterator[tuple[Side, Side]]:
+    """Both are closed at the end."""
+    reader.lender = owner
+    plane = owner.transfer
+    introduce(reader.transfer, PREFILL, plane.host, plane.port, plane.unix if unix else "")
     try:
         yield owner, reader
     finally:

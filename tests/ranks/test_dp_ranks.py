@@ -8,12 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import Cluster, HttpError, Server, bootstrap_port, cluster, eventually, workers_of
+from cluster import Cluster, HttpError, Server, bootstrap_port, cluster, eventually, failing, workers_of
 from kept_servers import flush_cache
 
 from tandem.core.disagg.dp_rank import FORCE_QUERY
@@ -79,7 +78,7 @@ def test_transfers_may_fail_on_every_rank_of_both_sides_and_no_token_changes(pai
     expected = [router.generate(prompt, max_new_tokens=12)["output_ids"] for prompt in PROMPTS]
     for server in pair.prefills + pair.decodes:
         flush_cache(server)
-    with failing(*pair.prefills, decode):
+    with failing(*pair.prefills, decode, prob=FAILING):
         assert [(rank["dp_rank"], rank["disagg_failure_prob"]) for rank in faults_of(decode)] == [(0, 0.7), (1, 0.7)]
         answers = ask_together(router)
     assert [answer["output_ids"] for answer in answers] == expected
@@ -91,18 +90,6 @@ def test_transfers_may_fail_on_every_rank_of_both_sides_and_no_token_changes(pai
     for server in pair.servers:
         eventually(server.is_idle, what=server.states)
     assert [rank["disagg_failure_prob"] for rank in faults_of(decode)] == [0, 0]
-
-
-@contextmanager
-def failing(*servers: Server) -> Iterator[None]:
-    """This share of transfers."""
-    for server in servers:
-        server.call("PUT", "/debug/faults", {"disagg_failure_prob": FAILING})
-    try:
-        yield
-    finally:
-        for server in servers:
-            server.call("PUT", "/debug/faults", {"disagg_failure_prob": 0})
 
 
 def faults_of(server: Server) -> list[dict[str, Any]]:
@@ -258,7 +245,7 @@ def test_sides_may_have_unequal_numbers_of_ranks(prefill: int, decode: int) -> N
             assert answer["output_ids"] == alone.generate(prompt, max_new_tokens=12)["output_ids"]
         for server in it.servers:
             flush_cache(server)
-        with failing(*it.prefills, alone):
+        with failing(*it.prefills, alone, prob=FAILING):
             others = ask_together(router)
         assert [answer["output_ids"] for answer in others] == [answer["output_ids"] for answer in answers]
         assert set(ranks_of([one for one in others if one["meta_info"]["path"] == "fallback"])) == set(range(decode))

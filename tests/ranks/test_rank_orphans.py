@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import Cluster, HttpError, Server, bootstrap_port, cluster, eventually, stopped, workers_of
+from cluster import Cluster, HttpError, Server, bootstrap_port, cluster, eventually, failing, stopped, workers_of
 from rank_gauges import held_by_workers
 
 SOON_S = 10.0
@@ -115,18 +115,6 @@ def prompt_of(number: int, length: int) -> list[int]:
 def pair_with(prefill: Server) -> dict[str, Any]:
     room = {"bootstrap_port": bootstrap_port(prefill), "bootstrap_room": next(rooms)}
     return {"bootstrap_host": "127.0.0.1", "timeout": 20, **room}
-
-
-@contextmanager
-def failing(*servers: Server, prob: float) -> Iterator[None]:
-    """This share of transfers, one draw for each worker."""
-    for server in servers:
-        server.call("PUT", "/debug/faults", {"disagg_failure_prob": prob})
-    try:
-        yield
-    finally:
-        for server in servers:
-            server.call("PUT", "/debug/faults", {"disagg_failure_prob": 0})
 
 
 @contextmanager
