@@ -18,7 +18,6 @@ from tandem.core.settings import NodeSettings
 from tandem.core.values import Nanos
 from tandem.server.fault_records import OURS, FaultRecords
 from tandem.server.node.ring import NodeRing
-from tandem.server.ring import PACK_EVERY
 
 logger = logging.getLogger("tandem.node")
 
@@ -28,16 +27,11 @@ class NodeLastSteps:
 
     def __init__(self, folder: Path, settings: NodeSettings, node: EngineNode) -> None:
         ring = NodeRing(settings, node.snapshot)
-        self.before = ring.before
-        self.ring = ring.ring
+        self.before, self._keep, self.ring = ring.before, ring.after, ring.ring
         self._records = FaultRecords(folder, "node", settings.incarnation.id, ring.frames, logger)
 
     def after(self, now: Nanos, happened: Sequence[Event], effects: Effects) -> None:
-        ring = self.ring
-        gave = ring.gave
-        gave.append(effects)
-        if len(gave) >= PACK_EVERY:
-            ring.pack()
+        self._keep(now, happened, effects)
         for command in effects.commands:
             if type(command) is FailRequest and command.cause in OURS:
                 self.write(f"request {command.request} has ended with {command.cause}")

@@ -261,6 +261,12 @@ def _draw_sides(
     return prefill, decode
 
 
+def on_both_sides(options: Options, **changes: object) -> Options:
+    """The same fields of the settings of prefills and of decodes."""
+    prefill, decode = (structs.replace(each, **changes) for each in (options.prefill, options.decode))
+    return replace(options, prefill=prefill, decode=decode)
+
+
 def with_far_peers(options: Options) -> Options:
     """In half of the seeds with operators, so that what these do meets transfers."""
     if "F24" not in options.classes or Random(f"far away {options.seed}").random() >= 0.5:
@@ -313,11 +319,7 @@ def with_prefill_stalls(options: Options) -> Options:
     if random.randrange(STALLS_ONE_IN):
         return options
     stall = PrefillStall(Nanos(random.choice((1, 20)) * MILLISECOND), min_tokens=random.choice((1, 16)))
-    return replace(
-        options,
-        prefill=structs.replace(options.prefill, prefill_stall=stall),
-        decode=structs.replace(options.decode, prefill_stall=stall),
-    )
+    return on_both_sides(options, prefill_stall=stall)
 
 
 def with_tuned_delayers(options: Options) -> Options:
@@ -341,12 +343,7 @@ def with_blocks(options: Options) -> Options:
     sizes = [size for size in (2, 4, 8, 16) if options.prefill.page_size % size == 0]
     if random.randrange(BLOCKS_ONE_IN) or not sizes:
         return options
-    size = random.choice(sizes)
-    return replace(
-        options,
-        prefill=structs.replace(options.prefill, block_tokens=size),
-        decode=structs.replace(options.decode, block_tokens=size),
-    )
+    return on_both_sides(options, block_tokens=random.choice(sizes))
 
 
 def with_late_pages(options: Options) -> Options:
