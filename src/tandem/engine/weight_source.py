@@ -1,6 +1,7 @@
 """What a model takes its tensors from, checked against what `config.json` says of it."""
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -67,10 +68,7 @@ class WeightSource:
                 f"the tensor {name} has the shape {shown(found)}, config.json asks for {shape}; "
                 "weights and config.json belong to different models"
             )
-        if stored not in STORED:
-            raise ModelError(
-                f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
-            )
+        refuse_other_types(name, stored, STORED)
         self.taken.append(name)
         self._count(name, shape)
         if not self._has_data:
@@ -128,11 +126,7 @@ class WeightSource:
     def everything(self) -> dict[str, Tensor]:
         names = self._checkpoint.names()
         for name in names:
-            stored = self._checkpoint.dtype_of(name)
-            if stored not in (*STORED, *MARKS):
-                raise ModelError(
-                    f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
-                )
+            refuse_other_types(name, self._checkpoint.dtype_of(name), (*STORED, *MARKS))
         self.taken += names
         for name in names:
             self._count(name, self._checkpoint.shape_of(name))
@@ -141,3 +135,9 @@ class WeightSource:
     def _count(self, name: str, shape: tuple[int, ...]) -> None:
         self._sizes[name] = math.prod(shape)
         self._progress.at(len(self.taken))
+
+
+def refuse_other_types(name: str, stored: str, known: Collection[str]) -> None:
+    """Raises ModelError."""
+    if stored not in known:
+        raise ModelError(f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint")

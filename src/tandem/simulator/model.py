@@ -32,11 +32,16 @@ def sample(*, kv_sum: int, position: int, eos_one_in: int) -> int:
 
     eos_one_in: about one token in so many is end-of-sequence; 0 means never.
     """
-    mixed = ((kv_sum ^ (kv_sum >> 31)) * 0x94D049BB133111EB + position) & MASK
-    mixed ^= mixed >> 33
-    if eos_one_in and mixed % eos_one_in == 0:
+    number = mixed(kv_sum, position)
+    if eos_one_in and number % eos_one_in == 0:
         return EOS_TOKEN
-    return FIRST_TOKEN + (mixed >> 8) % VOCABULARY
+    return FIRST_TOKEN + (number >> 8) % VOCABULARY
+
+
+def mixed(kv_sum: int, position: int) -> int:
+    """The number of 64 bits by which the token is chosen that follows."""
+    number = ((kv_sum ^ (kv_sum >> 31)) * 0x94D049BB133111EB + position) & MASK
+    return number ^ (number >> 33)
 
 
 def cell_weight(cell: int) -> int:

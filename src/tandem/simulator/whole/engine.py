@@ -33,7 +33,7 @@ from tandem.grammar import Matcher, Vocabulary
 from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams, TokenScore
 from tandem.simulator.actors.executor import FIRST_WINDOWED
-from tandem.simulator.model import MASK, cell_weight, content_of, kv_content
+from tandem.simulator.model import MASK, cell_weight, content_of, kv_content, mixed
 from tandem.simulator.whole.shards import Shards
 
 SLOT_BYTES = 8
@@ -46,14 +46,13 @@ LOGPROB = -0.5  # of every token
 
 def next_token(kv_sum: int, position: int, *, vocab_size: int, may_end: bool, matcher: Matcher | None) -> int:
     """The token that follows `position`, given the sum of the KV of [0, position]."""
-    mixed = ((kv_sum ^ (kv_sum >> 31)) * 0x94D049BB133111EB + position) & MASK
-    mixed ^= mixed >> 33
+    number = mixed(kv_sum, position)
     if matcher is not None and not matcher.is_finished:
         allowed = ids_in(matcher.allowed())
-        return allowed[(mixed >> 8) % len(allowed)]
-    if may_end and mixed % EOS_ONE_IN == 0:
+        return allowed[(number >> 8) % len(allowed)]
+    if may_end and number % EOS_ONE_IN == 0:
         return EOS_TOKEN
-    return FIRST_TOKEN + (mixed >> 8) % (vocab_size - FIRST_TOKEN)
+    return FIRST_TOKEN + (number >> 8) % (vocab_size - FIRST_TOKEN)
 
 
 def vector_of(kv_sum: int) -> list[float]:
