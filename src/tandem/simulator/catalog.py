@@ -98,7 +98,11 @@ INVARIANTS: tuple[Row, ...] = (
     Row("W1", "every wait has a name and a deadline", "checkers.liveness:Waits"),
     Row("W2", "no node wakes up for nothing for ever", "checkers.liveness:IdleSteps"),
     Row("W3", "nobody asks the same in a circle", "checkers.liveness:Questions"),
-    Row("W4", "an edge ends a request once: by its node, its loss, its silence, or its standing still", "checkers.edges:EdgeEnds"),
+    Row(
+        "W4",
+        "an edge ends a request once: by its node, its loss, its silence, or its standing still",
+        "checkers.edges:EdgeEnds",
+    ),
     Row("W5", "no client waits beyond its deadline + 1 s, whatever a node does", "checkers.edges:EdgeDeadlines"),
 )
 
