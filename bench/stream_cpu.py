@@ -1,21 +1,22 @@
-"""CPU per streamed token in the API process, as a ratio to a bare ASGI app that streams chunks of the same size.
+"""CPU per streamed token of each process of a server, and the API process as a ratio to a bare ASGI app.
 
-Both run under uvicorn in a process of their own and are read by the same client. The bare app sends ready-made bytes,
-one chunk per stream and tick, at the pace at which Tandem's tokens came: the floor of what streaming costs here.
-Tandem's process parses, tokenizes, talks to its node, detokenizes and formats. CPU seconds are the operating system's
-account of that one process.
+The bare app streams chunks of the same size under uvicorn, in a process of its own, to the same client: ready-made
+bytes, one chunk per stream and tick, at the pace at which Tandem's tokens came. It is the floor of what streaming costs
+here. Tandem's API process parses, tokenizes, talks to its node, detokenizes and formats. The node decides what runs,
+the worker computes the bundled model. CPU seconds are the operating system's account of each process.
 
-    python bench/stream_cpu.py [--requests 16] [--tokens 256] [--json]
+    python bench/stream_cpu.py [--streams 1 8 64] [--tokens 4096] [--json]
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,7 @@ from conditions import conditions
 
 from tandem.cli.fleet import Fleet, serve_words
 from tandem.cli.ports import free_ports
+from tandem.core.values import ceil_div
 
 BARE_APP = """
 import asyncio, sys, uvicorn
@@ -50,9 +52,19 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", lif
 """
 
 
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_ns(pid: int) -> int:
+    """Of all of its threads that live."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def processes_of(server: int) -> dict[str, int]:
+    """By what they are for: the API process has started the other two."""
+    found = {"API": server}
+    for task in Path(f"/proc/{server}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            line = Path(f"/proc/{child}/cmdline").read_text()
+            found |= {name: int(child) for name in ("node", "worker") if f"tandem.server.{name}" in line}
+    return found
 
 
 def stream_all(requests: int, ask) -> tuple[int, int]:  # ask: callable taking a client, returning a stream context
@@ -74,36 +86,53 @@ def stream_all(requests: int, ask) -> tuple[int, int]:  # ask: callable taking a
     return sum(chunks), sum(size)
 
 
-def measure_tandem(requests: int, tokens: int) -> tuple[float, int, float]:
-    """CPU microseconds per token of the API process, bytes per chunk, and seconds between two tokens of a stream."""
+@dataclass(frozen=True)
+class Cost:
+    """Of a number of streams at once, in CPU microseconds per token of them all."""
+
+    streams: int
+    by_process: dict[str, float]
+    chunk_bytes: int
+    pace_s: float  # between two tokens of a stream
+
+
+def measure_tandem(all_streams: Sequence[int], total: int) -> list[Cost]:
     (port,) = free_ports(1)
-    words = [*serve_words("tandem/mini", port), "--max-running-requests", str(requests)]
-    body = {
-        "model": "tandem/mini",
-        "prompt": "Question: What is 12 + 30?\nAnswer:",
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    words = [*serve_words("tandem/mini", port), "--max-running-requests", str(max(all_streams))]
     with tempfile.TemporaryDirectory() as folder, Fleet(Path(folder), engines=1) as fleet:
         server = fleet.start("unified", words, port=port)
         fleet.wait_ready(timeout_s=120)
+        processes = processes_of(server.process.pid)
 
-        def ask(client: httpx.Client):
-            return client.stream("POST", f"{server.url}/v1/completions", json=body)
+        def cost(streams: int) -> Cost:
+            tokens = ceil_div(total, streams)
+            body = {
+                "model": "tandem/mini",
+                "prompt": "Question: What is 12 + 30?\nAnswer:",
+                "max_tokens": tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
 
-        stream_all(2, ask)  # warm-up
-        before, began = cpu_seconds(server.process.pid), time.perf_counter()
-        chunks, size = stream_all(requests, ask)
-        pace_s = (time.perf_counter() - began) / tokens
-        return (cpu_seconds(server.process.pid) - before) / (requests * tokens) * 1e6, size // chunks, pace_s
+            def ask(client: httpx.Client):
+                return client.stream("POST", f"{server.url}/v1/completions", json=body)
+
+            stream_all(streams, ask)  # warm-up
+            before, began = {name: cpu_ns(pid) for name, pid in processes.items()}, time.perf_counter()
+            chunks, size = stream_all(streams, ask)
+            pace_s = (time.perf_counter() - began) / tokens
+            spent = {name: (cpu_ns(pid) - before[name]) / 1e3 / (streams * tokens) for name, pid in processes.items()}
+            return Cost(streams, spent, size // chunks, pace_s)
+
+        return [cost(streams) for streams in all_streams]
 
 
-def measure_bare(requests: int, tokens: int, chunk_bytes: int, pace_s: float) -> float:
-    """CPU microseconds per chunk of the bare app."""
+def measure_bare(cost: Cost, total: int) -> float:
+    """CPU microseconds per chunk of the bare app, for as many streams at the same pace."""
     (port,) = free_ports(1)
-    process = subprocess.Popen([sys.executable, "-c", BARE_APP, str(port), str(chunk_bytes), str(pace_s)])
+    tokens = ceil_div(total, cost.streams)
+    process = subprocess.Popen([sys.executable, "-c", BARE_APP, str(port), str(cost.chunk_bytes), str(cost.pace_s)])
     try:
         for _ in range(200):
             try:
@@ -111,9 +140,9 @@ def measure_bare(requests: int, tokens: int, chunk_bytes: int, pace_s: float) ->
                 break
             except httpx.TransportError:
                 time.sleep(0.05)
-        before = cpu_seconds(process.pid)
-        stream_all(requests, lambda client: client.stream("POST", f"http://127.0.0.1:{port}/{tokens}"))
-        return (cpu_seconds(process.pid) - before) / (requests * tokens) * 1e6
+        before = cpu_ns(process.pid)
+        stream_all(cost.streams, lambda client: client.stream("POST", f"http://127.0.0.1:{port}/{tokens}"))
+        return (cpu_ns(process.pid) - before) / 1e3 / (cost.streams * tokens)
     finally:
         process.kill()
         process.wait()
@@ -121,25 +150,20 @@ def measure_bare(requests: int, tokens: int, chunk_bytes: int, pace_s: float) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, default=4096, help="of all streams together")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    tandem_us, chunk_bytes, pace_s = measure_tandem(args.requests, args.tokens)
-    bare_us = measure_bare(args.requests, args.tokens, chunk_bytes, pace_s)
-    if not args.json:
-        print(f"{'':>10} {'CPU us per token':>17}")
-        for name, value in (("tandem", tandem_us), ("bare ASGI", bare_us), ("ratio", tandem_us / bare_us)):
-            print(f"{name:>10} {value:>17.2f}")
-    result = {
-        "tandem_us": tandem_us,
-        "bare_us": bare_us,
-        "ratio": tandem_us / bare_us,
-        "chunk_bytes": chunk_bytes,
-        "pace_s": pace_s,
-    }
-    settings = {"requests": args.requests, "tokens": args.tokens}
-    print(json.dumps({"bench": "stream_cpu", **result, **settings, **conditions()}))
+    results = []
+    for cost in measure_tandem(args.streams, args.tokens):
+        bare = measure_bare(cost, args.tokens)
+        us = {name.lower(): value for name, value in cost.by_process.items()} | {"bare": bare}
+        ratio = cost.by_process["API"] / bare
+        results.append({"streams": cost.streams, "us": us, "ratio": ratio, "pace_s": cost.pace_s})
+        if not args.json:
+            shown = "  ".join(f"{name} {value:6.1f}" for name, value in us.items())
+            print(f"{cost.streams:3} streams, CPU us per token:  {shown}  API / bare {ratio:.2f}")
+    print(json.dumps({"bench": "stream_cpu", "streams": results, "tokens": args.tokens, **conditions()}))
 
 
 if __name__ == "__main__":
