@@ -22,6 +22,7 @@ CORPUS = (
     10_792,  # ranks that step together
     15_004,  # a connection between the hosts that is cut, which ends their server
     11_376,  # a host that does not read, and is away, and killed, and back
+    10_073,  # what two hosts say to each other is cut and lost, that of their workers, too
 )
 SPREAD_SEED = 10_000
 STRIKE_NS = START_NS + 2 * SECOND
@@ -55,6 +56,28 @@ def test_the_seeds_are_of_every_kind() -> None:
     assert {draw_num_hosts(seed, "unified", 3) for seed in drawn} == {1}
 
 
+def spread_world() -> World:
+    """One server of two workers on two hosts."""
+    flags = {**draw_options(SPREAD_SEED).flags, "dp_size": 1, "tp_size": 2, "watchdog_timeout": 3.0}
+    options = Options(
+        SPREAD_SEED,
+        "unified",
+        flags=flags,
+        num_requests=24,
+        careless=0.0,
+        faults=("freeze",),
+        base_s=0.05,
+        timeouts=(20.0,),
+    )
+    return World(options)
+
+
+def messages(world: World, code: str) -> list[str]:
+    """Of the requests that have ended with it."""
+    errors = [answer.error for answer in world.answers if answer.error is not None]
+    return [error["message"] for error in errors if error["code"] == code]
+
+
 @pytest.mark.parametrize(
     ("strike", "is_worker", "reason"),
     [
@@ -68,18 +91,7 @@ def test_what_is_struck_on_the_second_host_is_named_and_the_server_serves_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strike: Strike, is_worker: bool, reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flags = {**draw_options(SPREAD_SEED).flags, "dp_size": 1, "tp_size": 2, "watchdog_timeout": 3.0}
-    options = Options(
-        SPREAD_SEED,
-        "unified",
-        flags=flags,
-        num_requests=24,
-        careless=0.0,
-        faults=("freeze",),
-        base_s=0.05,
-        timeouts=(20.0,),
-    )
-    world = World(options)
+    world = spread_world()
     (host,) = world.cluster.further_hosts
 
     def hit() -> None:
@@ -93,7 +105,38 @@ def test_what_is_struck_on_the_second_host_is_named_and_the_server_serves_again(
     world.kernel.at(STRIKE_NS, hit)
     result = world.run()
     assert not result.invariant, result.detail
-    errors = [answer.error for answer in world.answers if answer.error is not None]
-    lost = [error["message"] for error in errors if error["code"] == "worker_lost"]
+    lost = messages(world, "worker_lost")
+    assert lost
+    assert all(reason in message for message in lost), lost
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("cut", "or the connection to one on another host broke"),
+        ("vanish", "the worker TP0 PP0 or worker TP1 PP0 process hangs: iteration "),
+    ],
+)
+def test_where_workers_on_two_hosts_hear_nothing_of_each_other_that_is_named_and_the_server_serves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, reason: str
+) -> None:
+    """Their hosts do: one that computes is not one that answers."""
+    monkeypatch.chdir(tmp_path)
+    world = spread_world()
+    (host,) = world.cluster.further_hosts
+
+    def hit() -> None:
+        assert host.process is not None
+        world.faults.disturb("unified", 20 * SECOND)
+        (end,) = world.network.between_workers(host.process.children)
+        if what == "cut":
+            end.cut()
+        else:
+            end.line.has_vanished = True
+
+    world.kernel.at(STRIKE_NS, hit)
+    result = world.run()
+    assert not result.invariant, result.detail
+    lost = messages(world, "worker_lost")
     assert lost
     assert all(reason in message for message in lost), lost

@@ -1,8 +1,9 @@
 """torch.distributed for the workers of virtual replicas: as much of it as `engine/process_group.py` uses.
 
 The workers of one replica have one connection between any two of them, on several machines, too. What is sent there has
-a tag, and what one tag brings comes in the order in which it was sent. Nobody in between loses or changes a byte, as on
-loopback; a worker that has ended is noticed by who waits for its bytes, and one that is frozen by nobody here.
+a tag, and what one tag brings comes in the order in which it was sent. Nobody in between changes a byte. Connections
+between machines may be cut, held up, or vanish. A worker that has ended is noticed by who waits for its bytes; one that
+is frozen, or whose bytes do not come, by nobody here.
 """
 
 import socket
@@ -97,6 +98,8 @@ class Member:
                     self.links[other] = link
                 else:
                     link.close()
+        for link in self.links.values():
+            link.connects_workers()
 
     def _socket(self) -> VirtualSocket:
         found = VirtualSocket(socket.AF_UNIX)

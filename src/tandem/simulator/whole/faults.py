@@ -5,6 +5,8 @@ terminate                      SIGTERM to a server, which drains; it is started 
 freeze                         SIGSTOP and SIGCONT
 cut, stall, vanish, dribble    of connections over TCP
 partition                      two machines do not hear of each other
+cable                          what the hosts of one server say to each other is cut, held up or lost: between the
+                               processes that lead them, and between the workers of a replica
 corrupt                        one bit of a connection between nodes or workers, never of HTTP
 no_descriptors                 a process cannot open any more
 failed_batch                   a forward pass raises
@@ -27,6 +29,7 @@ from tandem.simulator.whole.options import Cluster, Options
 
 OF_CONNECTIONS = frozenset(("cut", "stall", "vanish", "partition", "corrupt", "dribble"))
 SUPERVISE_NS = SECOND // 5
+CABLES_ONE_IN = 2  # of the seeds with a server on several hosts
 DRIBBLES = 600  # bytes, each of which takes a delay of its own
 ENDING_NS = 3 * SECOND  # until a server that has lost a process has ended, and `_supervise` sees it
 LAST_STOP_NS = 9 * SECOND  # at most, that a freeze, a stall or a partition lasts
@@ -64,6 +67,13 @@ class Faults:
     http_ports: set[int] = field(default_factory=set)
     struck: set[Process] = field(default_factory=set)  # one by one
     dead_since: dict[int, int] = field(default_factory=dict)  # children of servers that live, by number
+    cables: Random = field(init=False)
+    has_cables: bool = field(init=False)  # that fail
+
+    def __post_init__(self) -> None:
+        self.cables = Random(f"cables {self.options.seed}")
+        fails = self.cables.randrange(CABLES_ONE_IN) == 0 and self.options.num_faults > 0
+        self.has_cables = fails and bool(self.cluster.further_hosts)
 
     def start(self, begin_ns: int, until_ns: int) -> None:
         self.network.opened = self._opened
@@ -71,6 +81,8 @@ class Faults:
         for _ in range(self.options.num_faults):
             kind = self.random.choice(self.options.faults)
             self.kernel.at(self.random.randrange(begin_ns, until_ns), lambda kind=kind: self._strike(kind))
+        for _ in range(self.cables.choice((1, 2, 3)) if self.has_cables else 0):
+            self.kernel.at(self.cables.randrange(begin_ns, until_ns), lambda: self._strike("cable"))
 
     def finish(self) -> None:
         """Nothing goes wrong from here on, and what went wrong is mended."""
@@ -79,7 +91,7 @@ class Faults:
         for process in self.kernel.processes:
             self.kernel.thaw(process)
             process.max_fds = 1 << 20
-        for stream in self.network.open_connections():
+        for stream in (*self.network.open_connections(), *self.network.worker_ends):
             stream.line.dribbles = 0
             stream.line.stalled_until = min(stream.line.stalled_until, self.kernel.now)
             if stream.remote[1] in self.cluster.meeting_ports:
@@ -147,7 +159,7 @@ class Faults:
 
     def may_cut_off(self, name: str) -> bool:
         """Whether a host of this server may be out of reach of another one. Of changed bits no account is kept."""
-        may_break = self.options.dribbles > 0 or not OF_CONNECTIONS.isdisjoint(self.options.faults)
+        may_break = self.has_cables or self.options.dribbles > 0 or not OF_CONNECTIONS.isdisjoint(self.options.faults)
         return may_break and any(other.whole == name for other in self.cluster.further_hosts)
 
     def may_silence(self) -> bool:
@@ -299,6 +311,25 @@ class Faults:
         self.disturb("", length + SECOND)
         self.kernel.after(length, lambda: self.network.deaf.difference_update({(one, other), (other, one)}))
         return True
+
+    def _cable(self) -> bool:
+        """Of all connections between two hosts of a server one thing becomes: they have it in common."""
+        host = self.cables.choice(self.cluster.further_hosts)
+        if host.process is None:
+            return False
+        streams = [stream for stream in self.network.open_connections() if stream.remote[1] == host.port]
+        streams += self.network.between_workers(host.process.children)
+        what, length = self.cables.choice(("cut", "stall", "vanish")), int(LAST_STOP_NS * self.cables.random())
+        for stream in streams:
+            if what == "cut":
+                stream.cut()
+            elif what == "vanish":
+                stream.line.has_vanished = True
+                self.vanished.append(stream)
+            else:
+                stream.line.stalled_until = max(stream.line.stalled_until, self.kernel.now + length)
+        self.disturb(host.whole, {"cut": SECOND, "stall": length, "vanish": 60 * SECOND}[what])
+        return bool(streams)
 
     def _no_descriptors(self) -> bool:
         server = self._server()

@@ -15,13 +15,13 @@ on their way and unread together; then its writer has to wait.
 import errno
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from random import Random
 from zlib import crc32
 
 from tandem.core.values import MILLISECOND
-from tandem.simulator.whole.kernel import Description, Kernel, VirtualThread
+from tandem.simulator.whole.kernel import Description, Kernel, Process, VirtualThread
 
 Address = tuple[str, str | int]  # (machine, name) of a unix socket, or (host, port)
 
@@ -307,6 +307,7 @@ class Network:
     names: dict[str, list[str]] = field(default_factory=dict)  # of hosts
     listening: dict[Address, Listening] = field(default_factory=dict)
     streams: dict[Stream, None] = field(default_factory=dict)  # the dialling ends of connections over TCP
+    worker_ends: dict[Stream, Process] = field(default_factory=dict)  # both ends of those over which workers compute
     tcp_capacity: int = TCP_CAPACITY
     pair_capacity: int = LOCAL_CAPACITY  # between processes of one server
     peer_capacity: int | None = None  # between servers, but for HTTP; None: as others
@@ -377,3 +378,14 @@ class Network:
         for stream in [stream for stream in self.streams if stream.is_broken or stream.is_closed]:
             del self.streams[stream]
         return list(self.streams)
+
+    def between_workers(self, some: Collection[Process]) -> list[Stream]:
+        """Ends at these processes, of open connections over which they compute with others; forgets what is over."""
+        for end in [end for end in self.worker_ends if end.is_broken or end.is_closed]:
+            del self.worker_ends[end]
+        ends = self.worker_ends
+        return [
+            end
+            for end, process in ends.items()
+            if process in some and end.peer is not None and end.peer in ends and ends[end.peer] not in some
+        ]

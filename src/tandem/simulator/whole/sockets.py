@@ -247,6 +247,10 @@ class VirtualSocket:
             stream.has_end = True
             stream.changed()
 
+    def connects_workers(self) -> None:
+        """From here on it is known as one over which the workers of a replica compute."""
+        Machine.network.worker_ends[self._stream()] = self.process
+
     # --- bytes -------------------------------------------------------------------------------------------------------
 
     def recv(self, bufsize: int, flags: int = 0) -> bytes:
