@@ -118,6 +118,7 @@ class FakeWorker:
         self.models = ["fake"]
         self.hangs_at = ""  # a page that is not answered
         self.drips_at = ""  # one whose answer does not end
+        self.asks_for_a_key_at = ""  # one that says 401
         self._behaviours: list[Any] = [Answer()]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
@@ -175,6 +176,8 @@ class FakeWorker:
             return await self._behave(Hang(), seen, receive, send)
         if path == self.drips_at:
             return await self._drip(send)
+        if path == self.asks_for_a_key_at:
+            return await reply(send, 401, b"{}")
         return await reply(send, *self._control(path))
 
     async def _drip(self, send: Send) -> None:

@@ -690,3 +690,11 @@ def test_a_key_is_asked_for_and_given_to_the_workers() -> None:
         assert made.decodes[0].generations[0].headers["authorization"] == "Bearer secret"
         assert CLIENT.post(made.url + "/flush_cache", headers=key).status_code == 401
         assert CLIENT.post(made.url + "/flush_cache", headers={"authorization": "Bearer root"}).status_code == 200
+
+
+@pytest.mark.parametrize("side", ["prefills", "decodes"])
+def test_a_key_that_a_worker_misses_is_asked_for_and_no_server_is_waited_for(side: str) -> None:
+    with fleet() as made:
+        getattr(made, side)[0].asks_for_a_key_at = "/flush_cache"
+        refused = CLIENT.post(made.url + "/flush_cache")
+        assert (refused.status_code, error_of(refused)["code"]) == (401, "unauthorized")

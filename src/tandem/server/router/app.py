@@ -474,7 +474,8 @@ class RouterApp:
         if not answers:
             raise Refusal(Problem.NO_LIVE_PAIR, "no live worker", stage=STAGE)
         if bad:
-            raise Refusal(Problem.NOT_READY, "; ".join(bad), stage=STAGE)
+            is_keyless = any(isinstance(answer, httpx.Response) and answer.status_code == 401 for _, answer in answers)
+            raise Refusal(Problem.UNAUTHORIZED if is_keyless else Problem.NOT_READY, "; ".join(bad), stage=STAGE)
 
 
 def make_client() -> httpx.AsyncClient:
