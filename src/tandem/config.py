@@ -487,6 +487,7 @@ RULES: tuple[ConfigRule, ...] = (
         lambda c: c.kv_events_config is not None and not kv_events_config.is_installed(),
         "--kv-events-config needs pyzmq: pip install 'tandem-llm[kv-events]'",
     ),
+    ConfigRule(lambda c: "" in c.served_model_name, "--served-model-name must not be empty"),
     ConfigRule(lambda c: c.flight_record_max_bytes < 1, "--flight-record-max-bytes must be at least 1"),
     ConfigRule(
         lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,

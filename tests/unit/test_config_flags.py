@@ -186,6 +186,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--disaggregation-metadata-slots", "131073"], "at most 131072"),
         (["--mem-fraction-static", "1.5"], "between 0 and 1"),
         (["--request-timeout", "0"], "timeouts must be positive"),
+        (["--served-model-name", ""], "--served-model-name must not be empty"),
+        (["--served-model-name", "a", ""], "--served-model-name must not be empty"),
         *(([f"--{name}-timeout", "604801"], "timeouts are at most 604800 seconds") for name in TIMEOUTS),
         (["--optimistic-prefill-policy", "park", "--optimistic-prefill-retries", "2"], "contradict each other"),
         (["--optimistic-prefill-policy", "retry", "--optimistic-prefill-retries", "0"], "contradict each other"),
