@@ -329,6 +329,37 @@ def test_the_deadline_names_the_wait_it_cut_and_leaves_workers_a_grace() -> None
         assert said[:2] == [CancelHalf(R, 1, P), CancelHalf(R, 1, D)]
         assert isinstance(said[2], Fail)
         assert (said[2].cause, said[2].stage) == (RouteCause.DEADLINE_EXCEEDED, stage)
+        assert said[2].waited_ns == TIMEOUT + RequestSettings().grace_ns
+
+
+def test_how_long_a_wait_was_counts_from_its_beginning_and_not_from_that_of_the_request() -> None:
+    world = World()
+    world.ask()
+    world.sleep(3)
+    world.tell(HalfAnswered(R, 1, P))
+    world.sleep(2)
+    world.tell(HalfAnswered(R, 1, D))
+    world.sleep(4)
+    (failed,) = ends(world.tell(ClientAsked(RequestId(2), None, Nanos(0))))
+    assert isinstance(failed, Fail)
+    assert (failed.cause, failed.stage, failed.waited_ns) == (RouteCause.DEADLINE_EXCEEDED, "route", 0)
+    (failed,) = ends(world.sleep(600))
+    assert isinstance(failed, Fail)
+    assert (failed.stage, failed.waited_ns) == ("decode_body", RequestSettings().document_ns)
+
+
+def test_a_broken_half_says_how_long_it_was_waited_for_and_a_stream_since_its_last_piece() -> None:
+    for streams, event, waited in (
+        (False, HalfFailed(R, 1, D, HalfFailure.BROKEN), Nanos(4 * SECOND)),
+        (True, HalfFailed(R, 1, D, HalfFailure.STALLED, silent_ns=Nanos(7)), Nanos(7)),
+    ):
+        world = World(retries=0)
+        world.ask(streams=streams)
+        world.tell(*([DecodeSpoke(R, 1)] if streams else []))
+        world.sleep(4)
+        (failed,) = ends(world.tell(event))
+        assert isinstance(failed, Fail)
+        assert failed.waited_ns == waited
 
 
 def test_a_document_may_take_longer_than_the_deadline_once_prefill_has_ended_well() -> None:

@@ -7,7 +7,7 @@ from msgspec import Struct
 from tandem.core.router.pairing import WorkerPair
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, WorkerId
-from tandem.core.values import Nanos, RequestId
+from tandem.core.values import ZERO_NS, Nanos, RequestId
 
 
 class Side(StrEnum):
@@ -196,6 +196,7 @@ class Fail(Struct, frozen=True, tag=True):
     cause: RouteCause
     stage: str  # the wait it was in
     detail: str = ""
+    waited_ns: Nanos = ZERO_NS  # in that stage
 
 
 class Probe(Struct, frozen=True, tag=True):

@@ -61,7 +61,7 @@ from tandem.core.router.messages import (
 from tandem.core.router.pairing import WorkerPair
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import RegisteredWorker, WorkerId
-from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
+from tandem.core.values import MILLISECOND, SECOND, ZERO_NS, Nanos, RequestId
 
 
 class RequestSettings(Struct, frozen=True):
@@ -111,6 +111,7 @@ class RoutedRequest:
     pair: WorkerPair | None = None
     halves: dict[Side, HalfState] = field(default_factory=dict[Side, HalfState])
     wake_at: Nanos | None = None
+    waits_since: Nanos = ZERO_NS  # in its stage
     is_aborted: bool = False
     is_resumable: bool = False  # the stream that is forwarded
     num_resumes: int = 0
@@ -142,6 +143,7 @@ class RoutedRequest:
         self.phase = Phase.TRYING
         self.halves = {Side.PREFILL: HalfState.SENT, Side.DECODE: HalfState.SENT}
         self.wake_at = Nanos(self.deadline + self.settings.grace_ns)
+        self.waits_since = now
         is_resumed = self.lost is not None
         return [DispatchPair(self.request, self.attempt, pair, Nanos(self.deadline - now), is_resumed)]
 
@@ -150,6 +152,15 @@ class RoutedRequest:
         half = Side.DECODE if isinstance(event, DecodeSpoke) else event.half
         if event.attempt != self.attempt or not self.is_open(half):
             return []
+        stage = self.stage()
+        commands = self._handle(half, event, now, has_other)
+        if self.stage() != stage:
+            self.waits_since = now
+        return commands
+
+    def _handle(
+        self, half: Side, event: HalfEvent, now: Nanos, has_other: Callable[[WorkerId], bool]
+    ) -> list[RouterCommand]:
         match event:
             case HalfAnswered():
                 self.halves[half] = HalfState.ANSWERED
@@ -189,7 +200,8 @@ class RoutedRequest:
         if self.phase is not Phase.TRYING:
             return []
         detail = f"{half} worker {self.worker(half).url} does not answer"
-        return self._retry(now, Fail(self.request, RouteCause.CONNECTION_LOST, self.stage(), detail))
+        lost = Fail(self.request, RouteCause.CONNECTION_LOST, self.stage(), detail, self._waited(now))
+        return self._retry(now, lost)
 
     def give_up(self, worker: WorkerId, now: Nanos, has_other: Callable[[WorkerId], bool]) -> list[RouterCommand]:
         """The worker has been dead for so long that its half counts as broken."""
@@ -206,7 +218,7 @@ class RoutedRequest:
             return []
         if self.phase is Phase.LINGERING:
             return self._end(Finish(self.request))
-        return self.fail(RouteCause.DEADLINE_EXCEEDED)
+        return self._end(Fail(self.request, RouteCause.DEADLINE_EXCEEDED, self.stage(), waited_ns=self._waited(now)))
 
     def stage(self) -> str:
         """The wait that the request is in."""
@@ -221,6 +233,9 @@ class RoutedRequest:
         if self.halves.get(Side.PREFILL) is HalfState.SENT:
             return "prefill_head"
         return "prefill_body" if self.halves.get(Side.DECODE) is HalfState.ENDED else "decode_head"
+
+    def _waited(self, now: Nanos) -> Nanos:
+        return Nanos(now - self.waits_since)
 
     def _has_token(self, now: Nanos) -> None:
         """A document that is still to end."""
@@ -284,7 +299,9 @@ class RoutedRequest:
         if self._is_answered_without(half):
             return self._end_lingering()
         worker = self.worker(half)
-        failure = Fail(self.request, CAUSES[event.failure], stage, f"{half} worker {worker.url}: {event.detail}")
+        detail = f"{half} worker {worker.url}: {event.detail}"
+        waited_ns = event.silent_ns if self.phase is Phase.FORWARDING else self._waited(now)
+        failure = Fail(self.request, CAUSES[event.failure], stage, detail, waited_ns)
         if self.phase is Phase.FORWARDING:
             # What it said itself of the end has come, and ends the stream where nobody goes on with it.
             gave_up = event.failure is HalfFailure.GAVE_UP
@@ -331,6 +348,7 @@ class RoutedRequest:
         commands = self._cancel_open()
         self.phase = Phase.BACKOFF
         self.wake_at = Nanos(now + backoff)
+        self.waits_since = now
         return commands
 
     def _end(self, last: Finish | ForwardRejection | Fail) -> list[RouterCommand]:

@@ -197,6 +197,7 @@ class Router:
             deadline=Nanos(now + asked.timeout_ns),
             settings=self._settings.request,
             wake_at=now,
+            waits_since=now,
         )
         if len(self._requests) >= self._settings.max_active:
             return routed.fail(RouteCause.QUEUE_FULL, f"{self._settings.max_active} requests are under way")

@@ -247,7 +247,8 @@ class _Reply:
 
 def failure_of(fail: Fail) -> Failure:
     """The router's own error in words for a client."""
-    return Failure(CODES[fail.cause.value], in_words(fail.cause, fail.detail), None, fail.stage)
+    message = in_words(fail.cause, fail.detail)
+    return Failure(CODES[fail.cause.value], message, None, fail.stage, waited_seconds=fail.waited_ns / SECOND)
 
 
 def read_object(raw: bytes, conversation: PendingResponse | None = None) -> tuple[dict[str, Any], bytes]:
