@@ -7796,8 +7796,8 @@ OTHERS = (
     Break(
         "a_stream_moves_at_its_first_silence",
         "server/api/live_requests.py",
-        "and spoke_at + QUIET_NS <= now",
-        "and spoke_at <= now",
+        "and live.spoke_at + QUIET_NS <= now",
+        "and live.spoke_at <= now",
         "unit/test_live_requests.py::test_a_stream_moves_from_a_rank_that_stands_still_while_others_work",
     ),
     Break(

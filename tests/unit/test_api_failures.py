@@ -155,6 +155,7 @@ def test_a_node_that_keeps_silent_is_answered_for_after_the_deadline() -> None:
         assert response.status_code == 504
         error = response.json()["error"]
         assert (error["code"], error["stage"]) == ("deadline_exceeded", "node")
+        assert error["waited_seconds"] >= 0.05
         assert response.elapsed.total_seconds() < 1.05
         assert w.client.num_live == 0
 

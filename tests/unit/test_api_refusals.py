@@ -5,9 +5,13 @@ import asyncio
 import pytest
 from api_fakes import ids, load_tokenizer, says, world
 
+from tandem.core.values import SECOND, RequestId
 from tandem.pagehash import hash_of
-from tandem.server.api.limits import Task
+from tandem.server import wire
+from tandem.server.api import app
+from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.validation import SampleRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 BAD_CHATS = [
@@ -265,6 +269,22 @@ def test_the_deadline_bounds_tokenization(monkeypatch: pytest.MonkeyPatch) -> No
     with world().http() as http:
         response = http.post("/v1/completions", json={"prompt": "x", "timeout": 0.01})
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+def test_a_deadline_that_passes_while_a_request_is_read_says_how_long_that_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = app.submission
+
+    def late(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: ModelLimits) -> wire.Submit:
+        return made(ask, request, arrival_ns - 2 * SECOND, limits)
+
+    monkeypatch.setattr(app, "submission", late)
+    with world().http() as http:
+        response = http.post("/v1/completions", json={"prompt": "x", "timeout": 1})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["stage"]) == (504, "deadline_exceeded", "edge")
+    assert error["waited_seconds"] >= 2
 
 
 def test_a_model_without_template_refuses_chat_and_says_what_to_do() -> None:

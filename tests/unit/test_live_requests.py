@@ -72,8 +72,9 @@ def ends(actions: list[Action]) -> list[FinishRequest | FailRequest]:
     return [action.terminal for action in actions if isinstance(action, EndRequest)]
 
 
-def silent(number: int) -> list[Action]:
-    failure = FailRequest(RequestId(number), Cause.DEADLINE_EXCEEDED, "node", "the node kept silent")
+def silent(number: int, waited_ns: int) -> list[Action]:
+    cause, waited = Cause.DEADLINE_EXCEEDED, Nanos(waited_ns)
+    failure = FailRequest(RequestId(number), cause, "node", "the node kept silent", waited_ns=waited)
     return [TellNode(0, AbortRequested(RequestId(number), Cause.DEADLINE_EXCEEDED)), EndRequest(failure)]
 
 
@@ -83,7 +84,7 @@ def test_a_node_that_says_nothing_has_until_the_deadline_and_half_a_second() -> 
     latest = START + 20 * SECOND + SILENCE_GRACE_NS
     assert requests.wake(Nanos(latest - 1)) == []
     actions, at = woken(requests, latest + SWEEP_NS)
-    assert (actions, latest <= at) == (silent(1), True)
+    assert (actions, latest <= at) == (silent(1, at - START), True)
     assert requests.ended(finished(1), Nanos(at)) == [], "its word comes too late"
     assert (requests.num_live, requests.wake_at) == (0, None)
 
@@ -97,7 +98,7 @@ def test_each_token_gives_the_node_the_stall_timeout_again() -> None:
         assert woken(requests, now + STALL_NS)[0] == []
         now = Nanos(now + STALL_NS)
     actions, at = woken(requests, now + STALL_NS)
-    assert actions == silent(1)
+    assert actions == silent(1, at - (now - STALL_NS)), "since the last token"
     assert 0 <= at - (now + SILENCE_GRACE_NS) <= SWEEP_NS
 
 
@@ -107,7 +108,8 @@ def test_a_request_that_streams_is_not_looked_at_only_at_its_deadline() -> None:
     submitted(requests, arrival(requests, seconds=3600))
     requests.emitted([RequestId(1)], START)
     actions, at = woken(requests, START + 3600 * SECOND)
-    assert (actions, at) == (silent(1), START + STALL_NS + SILENCE_GRACE_NS)
+    waited = STALL_NS + SILENCE_GRACE_NS
+    assert (actions, at) == (silent(1, waited), START + waited)
 
 
 @pytest.mark.parametrize("seconds", [1.0, 600.0])
@@ -120,7 +122,7 @@ def test_whoever_was_told_to_end_has_the_stall_timeout_or_less_whatever_comes(se
     now = Nanos(START + SECOND // 2)
     assert list(requests.emitted([RequestId(1)], now)) == [0]
     actions, at = woken(requests, START + 10 * STALL_NS)
-    assert actions == silent(1)
+    assert actions == silent(1, at - now)
     assert at <= START + min(STALL_NS, int(seconds * SECOND) + SILENCE_GRACE_NS)
 
 

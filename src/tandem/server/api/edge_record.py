@@ -17,7 +17,7 @@ from tandem.server.fault_records import OURS
 from tandem.server.record_file import RecordedMachine, RecordHead
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
-FORMAT = 2
+FORMAT = 3
 TOKENS, WAKE = "emitted", "wake"
 
 Given = tuple[str, tuple[Raw, ...], dict[str, Raw]]

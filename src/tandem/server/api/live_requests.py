@@ -155,6 +155,7 @@ class LiveRequest:
     names: tuple[str, ...]
     request_id: str
     client: ClientId
+    spoke_at: Nanos  # when it came, or its last token did
     give_up_at: Nanos  # by then the node must have spoken
     is_canary: bool
     may_move: bool = False
@@ -341,6 +342,7 @@ class LiveRequests:
             if live is None:
                 continue
             live.num_tokens += 1
+            live.spoke_at = now
             self.ranks[live.dp_rank].num_tokens += 1
             if not live.is_told:
                 live.give_up_at = give_up_at
@@ -421,7 +423,8 @@ class LiveRequests:
         for live in [live for live in self._live.values() if live.give_up_at <= now]:
             request, cause = live.request.id, Cause.DEADLINE_EXCEEDED
             actions.append(TellNode(live.dp_rank, AbortRequested(request, cause)))
-            actions += self._end(live, FailRequest(request, cause, "node", "the node kept silent"))
+            waited_ns = Nanos(now - live.spoke_at)
+            actions += self._end(live, FailRequest(request, cause, "node", "the node kept silent", waited_ns=waited_ns))
         self.wake_at = self._next_look(now)
         return actions
 
@@ -436,7 +439,7 @@ class LiveRequests:
         request = arrival.request
         give_up_at = Nanos(now + request.timeout_ns + SILENCE_GRACE_NS)
         live = LiveRequest(
-            request, dp_rank, arrival.names, arrival.request_id, client, give_up_at, is_canary, arrival.may_move
+            request, dp_rank, arrival.names, arrival.request_id, client, now, give_up_at, is_canary, arrival.may_move
         )
         self._live[request.id] = live
         self._clients.setdefault(client, {})[request.id] = None
@@ -451,8 +454,7 @@ class LiveRequests:
             self.wake_at = give_up_at
 
     def _is_to_move(self, live: LiveRequest, now: Nanos) -> bool:
-        spoke_at = live.give_up_at - SILENCE_GRACE_NS - self.stall_ns  # of one that has tokens and is to have more
-        return live.may_move and live.num_tokens > 0 and not live.is_told and spoke_at + QUIET_NS <= now
+        return live.may_move and live.num_tokens > 0 and not live.is_told and live.spoke_at + QUIET_NS <= now
 
     def _hurry(self, live: LiveRequest, now: Nanos) -> None:
         live.is_told = True

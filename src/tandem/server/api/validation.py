@@ -379,9 +379,11 @@ def follow_gateway(routing: Routing, header: str | None) -> None:
 
 def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: ModelLimits) -> wire.Submit:
     """What goes to the node: the request, with what is left of its deadline, and the payload for the workers."""
-    remaining_ns = ask.timeout_ns - (time.monotonic_ns() - arrival_ns)
+    passed_ns = time.monotonic_ns() - arrival_ns
+    remaining_ns = ask.timeout_ns - passed_ns
     if remaining_ns <= 0:
-        raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the request was being read")
+        message = "the deadline passed while the request was being read"
+        raise Refusal(Cause.DEADLINE_EXCEEDED, message, waited_seconds=passed_ns / SECOND)
     root = root_hash(secret=limits.keys.pages, tenant=ask.tenant)
     tokens = ask.prompt.tokens if ask.said is None else ask.prompt.tokens + ask.said.tokens
     links = prompt_links(root, tokens, page_size=limits.page_size)

@@ -103,7 +103,8 @@ class Generate:
         model = model_of(self._shell.router.registry, request.scope["path"], body)
         timeout = began + timeout_seconds(request, body, default=self._timeout_seconds) - time.monotonic()
         if timeout <= 0:
-            raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the body came", stage=STAGE)
+            message, waited = "the deadline passed while the body came", time.monotonic() - began
+            raise Refusal(Cause.DEADLINE_EXCEEDED, message, stage=STAGE, waited_seconds=waited)
         reply = _Reply(send, request.scope["path"], request.state.request_id, began, conversation, span)
         headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
         call = self._shell.open(

@@ -16,7 +16,7 @@ from tandem.core.values import Nanos
 from tandem.server.record_file import RecordedMachine, RecordHead
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
-FORMAT = 2
+FORMAT = 3
 OURS_STATUS = 500  # of a worker's answer: internal_error, engine_failed, invalid_logits
 
 Given = tuple[Nanos, tuple[RouterEvent, ...]]
