@@ -21,7 +21,7 @@ def errors_page() -> str:
             "Every request ends with its tokens or with one of these codes, in `error.code` of the body. Before the",
             "first token the HTTP status is the one below; later the stream ends with a last event that holds the",
             "same object. `stage` is the wait the request was in, `edge` or `router` when it never reached a node;",
-            "`waited_seconds` is the time it spent in that wait, `peer` the server it waited for, if it knew one.",
+            "`waited_seconds` is the time it spent in that wait, `peer` the server with its other half, if known.",
             "",
             "```json",
             '{"type": "error",',

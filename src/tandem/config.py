@@ -309,7 +309,9 @@ class ServerConfig(DoorConfig):
     )
     kv_load_failure_policy: str = flag("recompute", "after a failed transfer", choices=("recompute", "fail"))
     strict_remote: bool = flag(False, "decode never computes a prompt itself: a failed transfer fails the request")
-    request_timeout: float = flag(600.0, "seconds until the first token, unless the request says otherwise")
+    request_timeout: float = flag(
+        600.0, "seconds until the first token, unless the request, or the router before this server, says otherwise"
+    )
     stall_timeout: float = flag(30.0, "seconds between two tokens")
     drain_timeout: float = flag(60.0, "seconds that running requests get after SIGTERM")
     watchdog_timeout: float = flag(
