@@ -7891,6 +7891,62 @@ OTHERS = (
         "        pass",
         "unit/test_pool_size.py::test_a_flag_of_windows_is_refused_before_anything_starts",
     ),
+    Break(
+        "a_worker_that_misses_a_key_is_waited_for",
+        "server/router/app.py",
+        "Problem.UNAUTHORIZED if is_keyless else Problem.NOT_READY",
+        "Problem.NOT_READY",
+        "e2e_cpu/test_router_http.py::test_a_key_that_a_worker_misses_is_asked_for_and_no_server_is_waited_for",
+    ),
+    Break(
+        "an_empty_name_is_one_of_several",
+        "config.py",
+        'lambda c: "" in c.served_model_name',
+        'lambda c: c.served_model_name == ("",)',
+        "unit/test_config_flags.py::test_what_contradicts_itself_is_refused_with_the_reason",
+    ),
+    Break(
+        "a_wait_begins_with_its_request",
+        "core/router/routed_request.py",
+        "if self.stage() != stage:",
+        "if False:",
+        "unit/test_router_core.py::test_how_long_a_wait_was_counts_from_its_beginning_and_not_from_that_of_the_request",
+    ),
+    Break(
+        "a_wait_begins_with_the_clock",
+        "core/router/router.py",
+        "waits_since=now,",
+        "waits_since=Nanos(0),",
+        "unit/test_router_core.py::test_how_long_a_wait_was_counts_from_its_beginning_and_not_from_that_of_the_request",
+    ),
+    Break(
+        "a_broken_stream_was_waited_for_from_its_first_token_on",
+        "core/router/routed_request.py",
+        "event.silent_ns if self.phase is Phase.FORWARDING else self._waited(now)",
+        "self._waited(now)",
+        "unit/test_router_core.py::test_a_broken_half_says_how_long_it_was_waited_for_and_a_stream_since_its_last_piece",
+    ),
+    Break(
+        "routers_say_that_nobody_waited",
+        "server/router/generate.py",
+        "waited_seconds=fail.waited_ns / SECOND",
+        "waited_seconds=0.0",
+        "e2e_cpu/test_router_http.py::test_a_hung_half_ends_with_504_at_the_deadline_and_both_are_closed",
+    ),
+    Break(
+        "reading_a_request_takes_no_time",
+        "server/api/validation.py",
+        "waited_seconds=passed_ns / SECOND",
+        "waited_seconds=0.0",
+        "unit/test_api_refusals.py::test_a_deadline_that_passes_while_a_request_is_read_says_how_long_that_took",
+    ),
+    Break(
+        "silence_begins_with_its_request",
+        "server/api/live_requests.py",
+        "            live.spoke_at = now",
+        "            pass",
+        "unit/test_live_requests.py::test_each_token_gives_the_node_the_stall_timeout_again",
+    ),
 )
 
 
