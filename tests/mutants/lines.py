@@ -7947,6 +7947,13 @@ OTHERS = (
         "            pass",
         "unit/test_live_requests.py::test_each_token_gives_the_node_the_stall_timeout_again",
     ),
+    Break(
+        "the_descriptor_of_kv_memory_outlives_it",
+        "engine/kv_memory.py",
+        "weakref.finalize(self, os.close, self.fd)",
+        "(lambda fd: lambda: os.close(fd))(self.fd)",
+        "unit/test_kv_memory.py::test_its_descriptor_goes_with_it_at_the_latest",
+    ),
 )
 
 

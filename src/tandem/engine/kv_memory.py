@@ -24,6 +24,7 @@ import contextlib
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -140,6 +141,7 @@ class KvMemory:
         sizes = (num_pages, shape.num_kv_heads, self.num_cells, 2, page_size, row)
         if device == "cpu" and is_mapped and self.page_bytes:
             self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._give_back = weakref.finalize(self, os.close, self.fd)
             os.ftruncate(self.fd, num_pages * self.page_bytes)
             self._mapping = mmap.mmap(self.fd, num_pages * self.page_bytes)
             if self._window_runs:  # of a huge page no part comes back by itself
@@ -181,9 +183,9 @@ class KvMemory:
                     self._mapping.madvise(mmap.MADV_REMOVE, start, size)
 
     def close(self) -> None:
-        """Give the descriptor back; the mapping goes with the last view of it."""
+        """Give the descriptor back, which else goes with this object; the mapping goes with the last view of it."""
         if self.fd is not None:
-            os.close(self.fd)
+            self._give_back()
             self.fd = None
 
 
