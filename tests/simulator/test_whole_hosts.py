@@ -72,10 +72,15 @@ def spread_world() -> World:
     return World(options)
 
 
-def messages(world: World, code: str) -> list[str]:
-    """Of the requests that have ended with it."""
+def told_of(world: World, strike: Callable[[], None]) -> list[str]:
+    """What is said to those whose requests the server loses when it is struck. All else ends as promised."""
+    world.kernel.at(STRIKE_NS, strike)
+    result = world.run()
+    assert not result.invariant, result.detail
     errors = [answer.error for answer in world.answers if answer.error is not None]
-    return [error["message"] for error in errors if error["code"] == code]
+    lost = [error["message"] for error in errors if error["code"] == "worker_lost"]
+    assert lost
+    return lost
 
 
 @pytest.mark.parametrize(
@@ -102,11 +107,7 @@ def test_what_is_struck_on_the_second_host_is_named_and_the_server_serves_again(
         strike(world, process)
         world.kernel.after(8 * SECOND, lambda: world.kernel.thaw(process))
 
-    world.kernel.at(STRIKE_NS, hit)
-    result = world.run()
-    assert not result.invariant, result.detail
-    lost = messages(world, "worker_lost")
-    assert lost
+    lost = told_of(world, hit)
     assert all(reason in message for message in lost), lost
 
 
@@ -134,9 +135,5 @@ def test_where_workers_on_two_hosts_hear_nothing_of_each_other_that_is_named_and
         else:
             end.line.has_vanished = True
 
-    world.kernel.at(STRIKE_NS, hit)
-    result = world.run()
-    assert not result.invariant, result.detail
-    lost = messages(world, "worker_lost")
-    assert lost
+    lost = told_of(world, hit)
     assert all(reason in message for message in lost), lost
