@@ -110,6 +110,12 @@ class Server:
         assert found, f"no line has {parts}"
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
+    def live_workers(self) -> list[str]:
+        """Of a router: its lines of metrics about those that it sends requests to."""
+        with self.open("GET", "/metrics") as reply:
+            lines = reply.read().decode().splitlines()
+        return [line for line in lines if line.startswith("tandem:router_worker_live{") and line.endswith(" 1.0")]
+
     def state(self) -> dict[str, Any]:
         """Of the only DP rank."""
         (found,) = self.states()
@@ -174,6 +180,11 @@ class Cluster:
     def servers(self) -> list[Server]:
         return [*self.prefills, *self.decodes, *([self.unified] if self.unified else [])]
 
+    def is_known(self) -> bool:
+        """The router sends requests to every prefill and every decode."""
+        assert self.router is not None
+        return len(self.router.live_workers()) == len(self.prefills) + len(self.decodes)
+
 
 @contextmanager
 def cluster(
@@ -192,6 +203,9 @@ def cluster(
             with fleet:
                 found = _start(fleet, model, prefills, decodes, unified, flags, more_flags)
                 fleet.wait_ready(timeout_s=START_S)
+                # A router is ready with one of each kind; who counts on the others waits for them.
+                if found.router is not None:
+                    eventually(found.is_known, what=found.router.live_workers)
                 yield found
         except (Exception, CommandFailed):
             show_logs(fleet)

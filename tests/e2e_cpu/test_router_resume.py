@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from http.client import HTTPConnection
 from typing import Any  # JSON documents
 
@@ -155,13 +154,6 @@ def kill(server: Server) -> None:
     server.member.process.wait()
 
 
-def knows_all(router: Server) -> bool:
-    with router.open("GET", "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    live = [line for line in lines if line.startswith("tandem:router_worker_live{")]
-    return len(live) == 3 and all(float(line.rpartition(" ")[2]) == 1 for line in live)
-
-
 def resumed(router: Server) -> float:
     return router.metric("tandem:router_resumes_total")
 
@@ -201,9 +193,7 @@ def test_streams_of_a_rank_that_is_lost_go_on_with_another_rank_of_the_only_deco
 def test_every_choice_of_a_stream_goes_on_with_its_own_draws(it: Cluster) -> None:
     """As a pair says it that is asked with the same rooms, without a router and a kill: draws are seeded with them."""
     assert it.router is not None
-    eventually(
-        partial(knows_all, it.router), what=lambda: it.router and it.router.log[-2000:]
-    )  # the one that was killed is back
+    eventually(it.is_known, what=it.router.live_workers)  # the one that was killed is back
     before = resumed(it.router)
     wanted = [(name, f"{name.replace(' ', '-')}-{number}") for name in SEVERAL for number in range(2)]
     answers = under_a_kill(lambda: kill(it.decodes[0]), [Reading(it.router, name, rid=rid) for name, rid in wanted])
