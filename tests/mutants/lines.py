@@ -1761,8 +1761,8 @@ BREAKS = (
     Break(
         "grammar_that_allows_nothing_allows_the_first_token",
         "engine/sampler.py",
-        "if not is_finite[row] or (draw.allowed is not None and not draw.allowed[best >> 3] >> (best & 7) & 1):",
-        "if not is_finite[row]:",
+        "if not are_finite[row] or (draw.allowed is not None and not draw.allowed[best >> 3] >> (best & 7) & 1):",
+        "if not are_finite[row]:",
         GRAMMAR + "a_grammar_that_fails_among_those_who_decode_ends_its_request_only",
     ),
     Break(

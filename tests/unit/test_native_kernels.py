@@ -301,3 +301,31 @@ def test_without_a_library_torch_computes() -> None:
     x, weight = torch.randn(3, 8), torch.randn(5, 8)
 
     assert torch.equal(product(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_largest_logit_is_the_first_of_equals_and_told_from_what_is_not_finite(
+    name: str, draw: torch.Generator
+) -> None:
+    kernels = library.opened(name)
+    for rows, vocab in ((1, 1), (3, 7), (2, 16), (5, 50), (33, 1024), (9, 3001)):
+        logits = torch.randint(-9, 9, (rows, vocab), generator=draw).float()  # many are equal
+        tokens, are_finite = kernels.largest(logits)
+        assert tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+        assert are_finite.all()
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            for at in (0, vocab // 2, vocab - 1):
+                struck = logits.clone()
+                struck[rows // 2, at] = bad
+                tokens, are_finite = kernels.largest(struck)
+                assert are_finite.tolist() == [row != rows // 2 for row in range(rows)]
+                assert 0 <= min(tokens) <= max(tokens) < vocab
+    assert kernels.largest(torch.full((2, 40), -float("inf")))[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bf16_is_widened_to_the_same_numbers(name: str, draw: torch.Generator) -> None:
+    kernels = library.opened(name)
+    for shape in ((1, 1), (3, 7), (2, 40_001)):
+        x = torch.randn(shape, generator=draw).bfloat16()
+        assert torch.equal(kernels.widened(x), x.float())

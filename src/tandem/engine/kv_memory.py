@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,7 +169,10 @@ class KvMemory:
 
     def clear(self, pages: list[int]) -> None:
         for page_id in pages:
-            self.tensor[page_id].zero_()
+            if self.buffer is None:
+                self.tensor[page_id].zero_()
+            else:  # torch would wake its threads up for it, which would take the cores from the kernels'
+                np.frombuffer(self.page(page_id), np.uint8).fill(0)
 
     def free_windows(self, pages: Iterable[int]) -> None:
         """Of layers with a window: give back what they have in these pages, as far as it is whole pages of the system.

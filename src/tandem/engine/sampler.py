@@ -92,14 +92,17 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> 
     assert logits.shape[0] == len(draws)
     if not draws:
         return Sampled(np.empty(0, dtype=np.int32), b"", {})
-    is_finite = np.isfinite(logits.sum(dim=-1).cpu().numpy())  # nan and inf survive a sum
-    raw = _forbid(logits, draws)
-    tokens = _largest(logits).astype(np.int32)
+    tokens, are_finite = _largest(logits)
+    bound = [row for row, draw in enumerate(draws) if draw.allowed is not None]
+    raw = logits
+    if bound:
+        raw = _forbid(logits, draws, bound)
+        tokens[bound], _ = _largest(logits if len(bound) == len(draws) else logits[bound])
     flags = bytearray(len(draws))
     asked: list[int] = []  # rows where more is asked for than the largest
     for row, (draw, best) in enumerate(zip(draws, tokens.tolist(), strict=True)):
         # A grammar that does not allow the best token of those that it left allows none.
-        if not is_finite[row] or (draw.allowed is not None and not draw.allowed[best >> 3] >> (best & 7) & 1):
+        if not are_finite[row] or (draw.allowed is not None and not draw.allowed[best >> 3] >> (best & 7) & 1):
             tokens[row] = 0
             flags[row] = TokenFlag.INVALID
         elif not is_plain(draw.params):
@@ -111,19 +114,22 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> 
     return Sampled(tokens, bytes(flags), scores)
 
 
-def _largest(logits: Tensor) -> np.ndarray:
-    """Along the vocabulary, which is last; of equals the lowest token id."""
-    if logits.is_cpu:
-        return logits.numpy().argmax(axis=-1)  # torch takes ten times as long
-    return logits.argmax(dim=-1).cpu().numpy()
+def _largest(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """logits: [n, vocab]; returns the token of each row with the largest, of equals the lowest, [n] int32, and whether
+    all logits of the row are finite, [n] bool.
+    """
+    kernels = library.fitting(logits)
+    if kernels is not None:
+        return kernels.largest(logits)
+    are_finite = np.isfinite(logits.sum(dim=-1).cpu().numpy())  # nan and inf survive a sum
+    # torch takes ten times as long as numpy
+    tokens = logits.numpy().argmax(axis=-1) if logits.is_cpu else logits.argmax(dim=-1).cpu().numpy()
+    return tokens.astype(np.int32), are_finite
 
 
-def _forbid(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Returns the logits as they were, where somebody is told of them."""
-    allowed = [draw.allowed for draw in draws]
-    bound = [row for row, bits in enumerate(allowed) if bits is not None]
-    if not bound:
-        return logits
+def _forbid(logits: Tensor, draws: Sequence[Draw], bound: Sequence[int]) -> Tensor:
+    """bound: rows that have a grammar. Returns the logits as they were, where somebody is told of them."""
+    allowed = [draws[row].allowed for row in bound]
     raw = logits.clone() if any(draws[row].params.logprobs for row in bound) else logits
     words = np.frombuffer(b"".join(filter(None, allowed)), np.uint8)
     bits = np.unpackbits(~words, bitorder="little").reshape(len(bound), -1)[:, : logits.shape[1]]
@@ -168,7 +174,7 @@ def _sample_rows(
     drawn = [row for row in rows if draws[row].params.temperature >= GREEDY_BELOW]
     for row in rows:
         if draws[row].params.temperature < GREEDY_BELOW:
-            tokens[row] = _largest(adjusted[row])
+            tokens[row] = _largest(adjusted[row][None])[0][0]
     if drawn:
         tokens[drawn] = _draw_rows([adjusted[row] for row in drawn], [draws[row] for row in drawn])
     return {

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.engine.layers.product import product
 from tandem.engine.layers.quantized import LinearWeight, Table, looked_up
+from tandem.engine.native import library
 from tandem.engine.parallel import Group, Shard
 
 
@@ -41,8 +42,11 @@ class VocabParallelHead:
     group: Group
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, hidden] to the scores of all tokens, [n, vocab], on every shard"""
-        return self.group.all_gather(product(x, self.weight), vocab_parts(self.vocab_size, self.group.shard))
+        """[n, hidden] to the scores of all tokens, fp32 [n, vocab], on every shard"""
+        scores = self.group.all_gather(product(x, self.weight), vocab_parts(self.vocab_size, self.group.shard))
+        kernels = library.fitting(scores)
+        # torch's threads, which have slept since the last step, would have to take the cores from the kernels'
+        return scores.float() if kernels is None else kernels.widened(scores)
 
 
 def vocab_parts(vocab_size: int, shard: Shard) -> list[int]:

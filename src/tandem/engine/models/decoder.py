@@ -153,7 +153,7 @@ class Decoder:
 
     def _score(self, x: Tensor) -> Tensor:
         assert self.head is not None, "of a model that makes vectors no token is sampled"
-        scores = self.head(self.norm(x)).float()
+        scores = self.head(self.norm(x))
         if self.logit_divisor is not None:
             scores /= self.logit_divisor
         return scores if self.logit_cap is None else soft_cap(scores, self.logit_cap)

@@ -141,6 +141,25 @@ void tandem_scan(int is_bf16, const Scan* scan, const States* states, const Stre
     });
 }
 
+// x: [count], to: fp32 [count]
+void tandem_widen(const void* x, int64_t count, float* to, int threads) {
+    constexpr int64_t PIECE = 1024 * LANES;
+    const std::lock_guard lock(turn_taking);
+    Pool::instance().run(threads, ceil_div(count, PIECE), [&](int64_t piece) {
+        const int64_t end = std::min(count, (piece + 1) * PIECE);
+        for (int64_t i = piece * PIECE; i < end; i += LANES) store_at(to, load_at((const bf16*)x, i, end), i, end);
+    });
+}
+
+// Of each row of logits, [rows, vocab]: see `largest_logit`.
+void tandem_largest(const float* logits, int64_t rows, int64_t vocab, int32_t* tokens, uint8_t* are_finite, int threads) {
+    const std::lock_guard lock(turn_taking);
+    Pool::instance().run(threads, rows, [&](int64_t row) {
+        const LargestLogit found = largest_logit(logits + row * vocab, vocab);
+        tokens[row] = found.token, are_finite[row] = found.are_finite;
+    });
+}
+
 // A token for each row of logits, [vocab] each
 void tandem_draw(const Draw* draws, int64_t rows, int64_t vocab, int32_t* tokens, int threads) {
     const std::lock_guard lock(turn_taking);

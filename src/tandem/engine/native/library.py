@@ -169,6 +169,8 @@ class Kernels:
         self._attention = _function(library.tandem_attention, "ipiqqqqpqqppppi")
         self._layers = _function(library.tandem_layers, "ipppi")
         self._scan = _function(library.tandem_scan, "ippppqppppqi")
+        self._widen = _function(library.tandem_widen, "pqpi")
+        self._largest = _function(library.tandem_largest, "pqqppi")
         self._draw = _function(library.tandem_draw, "pqqpi")
         self._spin = _function(library.tandem_spin, "q")
         self.set_spin(SPIN_NS)
@@ -283,6 +285,23 @@ class Kernels:
             torch.get_num_threads(),
         )
         return out
+
+    def widened(self, x: Tensor) -> Tensor:
+        """As fp32."""
+        if x.dtype == torch.float32:
+            return x
+        out = x.new_empty(x.shape, dtype=torch.float32)
+        self._widen(_address(x), x.numel(), _address(out), torch.get_num_threads())
+        return out
+
+    def largest(self, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """logits: fp32 [n, vocab]; returns the token of the largest of each row, of equals the lowest, [n] int32, and
+        whether all of the row are finite, [n] bool.
+        """
+        tokens, are_finite = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
+        pointers = (tokens.ctypes.data, are_finite.ctypes.data)
+        self._largest(_address(logits), *logits.shape, *pointers, torch.get_num_threads())
+        return tokens, are_finite
 
     def draw(self, draws: np.ndarray, vocab: int) -> np.ndarray:
         """draws: [n] of DRAW; returns their tokens, [n] int32."""

@@ -1,4 +1,5 @@
-// One token from the logits of a row: the largest score with its noise, of those that top-k, top-p and min-p leave.
+// One token from the logits of a row: the largest, or the largest score with its noise, of those that top-k, top-p and
+// min-p leave.
 //
 // `sampler.py` says what is drawn, `draws.py` does the same without a compiler. Noise comes from a hash of (seed, position, token),
 // so any order of looking at tokens gives the same one: of most a bound of it is enough. What decides is exact (scores,
@@ -15,6 +16,34 @@
 #include "simd.h"
 
 namespace tandem {
+
+struct LargestLogit {
+    int32_t token;    // of equals the lowest; any where one is NaN
+    bool are_finite;  // all logits of the row
+};
+
+inline LargestLogit largest_logit(const float* logits, int64_t vocab) {
+    constexpr int64_t PIECE = 64 * LANES;
+    const int64_t whole = vocab - vocab % LANES;
+    float best = -INFINITY;
+    int64_t at = 0;      // it is there or behind, and the first
+    F16 rest = zeros();  // NaN where a logit is not finite
+    for (int64_t begin = 0; begin < whole; begin += PIECE) {
+        F16 most = all(-INFINITY);
+        for (int64_t i = begin; i < std::min(whole, begin + PIECE); i += LANES) {
+            const F16 some = load(logits + i);
+            most = larger(most, some), rest = fma(some, zeros(), rest);
+        }
+        if (const float its = largest(most); its > best) best = its, at = begin;
+    }
+    float last = sum(rest);
+    for (int64_t i = whole; i < vocab; i++) {
+        if (logits[i] > best) best = logits[i], at = i;
+        last += logits[i] * 0;
+    }
+    while (at < vocab - 1 && logits[at] != best) at++;
+    return {int32_t(at), last == last};
+}
 
 // Shared with Python, see `library.py`.
 struct Draw {
