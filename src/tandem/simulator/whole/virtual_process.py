@@ -174,6 +174,7 @@ def virtual_machine(
     is_collecting = gc.isenabled()
     collect = gc.collect
     collect()
+    gc.freeze()  # what stays is half a million objects of modules, which nothing of a world is among
     gc.disable()  # what it would close, it would close at a moment that no seed decides
     puts = [*replacements(kernel), *instead]
     put = [(owner, name, getattr(owner, name)) for owner, name, _ in puts]
