@@ -329,3 +329,17 @@ def test_bf16_is_widened_to_the_same_numbers(name: str, draw: torch.Generator) -
     for shape in ((1, 1), (3, 7), (2, 40_001)):
         x = torch.randn(shape, generator=draw).bfloat16()
         assert torch.equal(kernels.widened(x), x.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_are_taken_as_often_as_they_are_named_and_no_others(
+    name: str, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    kernels = library.opened(name)
+    table = torch.randn(40, 33, generator=draw).to(dtype)
+    for rows in ([], [0], [39, 0, 39], list(range(40)) * 3):
+        assert torch.equal(kernels.taken(table, torch.tensor(rows, dtype=torch.int64)), table[rows])
+    for wrong in (-1, 40, 1 << 40):
+        with pytest.raises(IndexError, match="there are 40 rows"):
+            kernels.taken(table, torch.tensor([3, wrong]))

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from tandem.engine.layers import torch_linear
 from tandem.engine.layers.packed import PackedCodes, PackedWeight
+from tandem.engine.layers.taking import taken
 from tandem.engine.native import library
 from tandem.engine.quantization import LEAST_GROUP, SMALL_GROUP
 
@@ -127,7 +128,7 @@ def _rounded(values: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
 def looked_up(weight: Table, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """These rows, [n, in_features]."""
     if isinstance(weight, Tensor):
-        return functional.embedding(rows, weight)
+        return taken(weight, rows)
     offsets = None if weight.offsets is None else weight.offsets[rows]
     found = replace(weight, codes=weight.codes[rows], scales=weight.scales[rows], offsets=offsets)
     return _plain(found, 0, torch.empty(rows.shape[0], weight.inputs, dtype=dtype))

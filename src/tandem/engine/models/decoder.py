@@ -23,6 +23,7 @@ from tandem.engine.layers.mamba2 import Mamba2
 from tandem.engine.layers.mlp import GatedMlp
 from tandem.engine.layers.norm import GatheringWidthNorms, HeadNorms, RMSNorm, Scale, WidthNorms
 from tandem.engine.layers.rotary import RotaryTable, rotate
+from tandem.engine.layers.taking import taken
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
@@ -141,11 +142,11 @@ class Decoder:
             block.mlp(no_rows)
 
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
-        scores = batch.rows.apply(self._score, hidden.index_select(0, batch.sampled))
+        scores = batch.rows.apply(self._score, taken(hidden, batch.sampled))
         return scores if batch.sampled_place is None else scores.index_select(0, batch.sampled_place)
 
     def states(self, batch: Batch, hidden: Tensor) -> Tensor:
-        states = batch.rows.apply(self.norm, hidden.index_select(0, batch.sampled))
+        states = batch.rows.apply(self.norm, taken(hidden, batch.sampled))
         return states if batch.sampled_place is None else states.index_select(0, batch.sampled_place)
 
     def score(self, state: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 //
 // Tensors are contiguous. is_bf16: of all of them; else fp32. Calls from several threads take turns.
 
+#include <atomic>
 #include <cmath>
+#include <cstring>
 #include <mutex>
 
 #include "decoder.h"
@@ -139,6 +141,20 @@ void tandem_scan(int is_bf16, const Scan* scan, const States* states, const Stre
         const Seen<T> seen{(const T*)own, (const T*)shared};
         scan_all(*scan, *states, stretches, begins, count, seen, (const T*)dt, out, tokens, threads);
     });
+}
+
+// to: [count] rows of a table of `rows`; returns how many numbers name none of it, for which nothing is written
+int64_t tandem_take_rows(const void* table, int64_t rows, int64_t row_bytes, const int64_t* numbers, int64_t count,
+                         void* to, int threads) {
+    const std::lock_guard lock(turn_taking);
+    std::atomic<int64_t> unknown{0};
+    for_rows(count, threads, [&](int64_t i) {
+        if (numbers[i] < 0 || numbers[i] >= rows)
+            unknown++;
+        else
+            std::memcpy((char*)to + i * row_bytes, (const char*)table + numbers[i] * row_bytes, row_bytes);
+    });
+    return unknown;
 }
 
 // x: [count], to: fp32 [count]

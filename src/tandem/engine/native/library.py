@@ -169,6 +169,7 @@ class Kernels:
         self._attention = _function(library.tandem_attention, "ipiqqqqpqqppppi")
         self._layers = _function(library.tandem_layers, "ipppi")
         self._scan = _function(library.tandem_scan, "ippppqppppqi")
+        self._take_rows = _function(library.tandem_take_rows, "pqqpqpi", returns=c_int64)
         self._widen = _function(library.tandem_widen, "pqpi")
         self._largest = _function(library.tandem_largest, "pqqppi")
         self._draw = _function(library.tandem_draw, "pqqpi")
@@ -284,6 +285,17 @@ class Kernels:
             own.shape[0],
             torch.get_num_threads(),
         )
+        return out
+
+    def taken(self, table: Tensor, rows: Tensor) -> Tensor:
+        """table: [m, features], rows: [n] int64; returns [n, features]. Raises IndexError."""
+        assert rows.dtype == torch.int64
+        assert rows.is_contiguous()
+        out = table.new_empty(rows.shape[0], table.shape[1])
+        row_bytes = table.shape[1] * table.element_size()
+        pointers = (_address(rows), rows.shape[0], _address(out))
+        if self._take_rows(_address(table), table.shape[0], row_bytes, *pointers, torch.get_num_threads()):
+            raise IndexError(f"there are {table.shape[0]} rows, and not all of {rows.tolist()}")
         return out
 
     def widened(self, x: Tensor) -> Tensor:
@@ -405,9 +417,11 @@ def _refuse_others(library: ctypes.CDLL, path: Path) -> None:
         )
 
 
-def _function(function: "ctypes._NamedFuncPointer", kinds: str) -> "ctypes._NamedFuncPointer":
+def _function(
+    function: "ctypes._NamedFuncPointer", kinds: str, *, returns: type[c_int64] | None = None
+) -> "ctypes._NamedFuncPointer":
     function.argtypes = [_KINDS[kind] for kind in kinds]
-    function.restype = None
+    function.restype = returns
     return function
 
 
