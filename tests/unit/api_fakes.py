@@ -30,7 +30,7 @@ from tandem.server import wire
 from tandem.server.api.app import build_app
 from tandem.server.api.client import NodeClient
 from tandem.server.api.limits import Task
-from tandem.server.api.served_model import ModelFacts
+from tandem.server.api.model_facts import ModelFacts
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.channel import frame
 

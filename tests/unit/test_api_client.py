@@ -17,13 +17,13 @@ from tandem.core.settings import PrefillInfo
 from tandem.core.values import Address, Cause, Incarnation, Room
 from tandem.membership import ClusterSecret
 from tandem.server import wire
+from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
 from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.errors import Refusal
-from tandem.server.api.hosts import Hosts
 
 ID, NEXT_ID = "3" * 32, "4" * 32
 SECRET = ClusterSecret(b"a secret of the whole cluster")
@@ -218,7 +218,7 @@ def test_rooms_that_stay_unknown_cost_one_query_per_interval() -> None:
     counted = Counted(bootstrap_app(ranked(0), ranked(1))[0])
 
     async def story(port: int) -> None:
-        asker = BootstrapClient(Hosts(), own=lambda: REPLICA, report=node.append, interval_s=3600)
+        asker = BootstrapClient(AllowedHosts(), own=lambda: REPLICA, report=node.append, interval_s=3600)
         address = Address("127.0.0.1", port)
         asker.ask_rank(address, Room(1))
         await until(lambda: node)
@@ -262,7 +262,7 @@ def test_a_name_is_connected_to_at_the_address_that_was_checked() -> None:
     found: list[object] = []
 
     async def story(port: int) -> None:
-        allowed = Hosts(networks=(ip_network("127.0.0.0/8"),), look_up=look_up)
+        allowed = AllowedHosts(networks=(ip_network("127.0.0.0/8"),), look_up=look_up)
         asker = BootstrapClient(allowed, own=lambda: REPLICA, report=found.append)
         asker.learn(Address("prefill.example", port), None)
         await until(lambda: len(found) == 2)

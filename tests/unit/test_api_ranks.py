@@ -15,9 +15,9 @@ from tandem.core.settings import LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
+from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.client import Generation, NodeClient
 from tandem.server.api.errors import Problem, Refusal
-from tandem.server.api.hosts import Hosts
 from tandem.server.api.live_requests import IncomingRequest, LiveRank
 from tandem.server.api.node_rank import NodeRank
 
@@ -328,7 +328,7 @@ def test_what_a_bootstrap_server_says_to_a_node_that_is_gone_is_not_told_to_the_
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(document) + document)
             writer.close()
 
-        rank = NodeRank(0, port, Hosts(), LiveRank(), lambda trouble: None)
+        rank = NodeRank(0, port, AllowedHosts(), LiveRank(), lambda trouble: None)
         rank.receive(wire.NodeReady(REPLICA, 10, 10))
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             rank.receive(commands.LearnPeer(Address("127.0.0.1", server.sockets[0].getsockname()[1])))

@@ -15,7 +15,7 @@ from tandem.config import ServerConfig
 from tandem.core.disagg.messages import Message
 from tandem.core.request import Request
 from tandem.pagehash import HASH_BYTES, hash_of, page_link, prompt_digest, prompt_hashes, prompt_links, root_hash
-from tandem.server.api.served_model import ModelFacts, limits_of
+from tandem.server.api.model_facts import ModelFacts, limits_of
 from tandem.server.api.tenant import given_key, tenant_of
 
 PROMPT = "0123456789abcdef"

@@ -19,8 +19,8 @@ from tandem.core.settings import LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, ZERO_NS, Address, Incarnation, Nanos, Room
 from tandem.server import wire
 from tandem.server.api import bootstrap_client
+from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.bootstrap_client import BootstrapClient
-from tandem.server.api.hosts import Hosts
 from tandem.server.api.http_exchange import MAX_ANSWER_BYTES, ExchangeError, exchange
 from tandem.server.api.question_lanes import Lanes
 
@@ -85,7 +85,7 @@ class Asker:
 
     def __init__(self, **settings: Any) -> None:
         self.found: list[Event] = []
-        self.it = BootstrapClient(Hosts(), own=lambda: REPLICA, report=self.found.append, **settings)
+        self.it = BootstrapClient(AllowedHosts(), own=lambda: REPLICA, report=self.found.append, **settings)
 
     async def learned(self, address: Address, dp_rank: int | None = None) -> list[Event]:
         """What one question brings."""
@@ -214,7 +214,7 @@ def test_what_one_address_says_of_a_life_changes_nothing_of_what_another_says() 
 
 def test_peers_may_be_where_bodies_may_send_us() -> None:
     async def story(asker: Asker) -> None:
-        asker.it.hosts = Hosts(networks=(ip_network("192.0.2.0/24"),))
+        asker.it.hosts = AllowedHosts(networks=(ip_network("192.0.2.0/24"),))
         async with server(says(changed(control_host="192.0.2.1"))) as address:
             connect, _ = await asker.learned(address)
             assert isinstance(connect, wire.Connect)

@@ -16,8 +16,8 @@ from tandem.core.stall_detector import (
     who_began,
 )
 from tandem.server import wire
+from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.client import NodeClient
-from tandem.server.api.hosts import Hosts
 from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.watchdog import Watchdog
 
@@ -118,7 +118,7 @@ def fired_at(pulses: Iterator[ProgressReport], *, timeout_s: float = 0.3) -> tup
             state.trouble = trouble
             troubles.append(trouble)
 
-        client.ranks = [rank := NodeRank(0, node, Hosts(), state, see_trouble)]
+        client.ranks = [rank := NodeRank(0, node, AllowedHosts(), state, see_trouble)]
         client.receive(wire.NodeReady(REPLICA, 10, 10))
         await Watchdog(rank, timeout_s=timeout_s, fire=lambda who, reason: told.append((who, reason))).run()
 

@@ -28,8 +28,8 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.cluster_auth import signed_write
+from tandem.server.api.model_facts import ModelFacts
 from tandem.server.api.process import ApiProcess
-from tandem.server.api.served_model import ModelFacts
 from tandem.server.channel import frame
 from tandem.server.hosts.leader import NoOtherHosts
 from tandem.server.processes import Children, Listeners, Replicas, ServerFailure, bind_listeners

@@ -8,7 +8,7 @@ from tandem import storage_config
 from tandem.config import ServerConfig, violations
 from tandem.core.settings import PrefetchPolicy
 from tandem.flag_roles import without_effect
-from tandem.server.api.served_model import page_secret
+from tandem.server.api.model_facts import page_secret
 from tandem.server.node.settings import tier_settings
 
 BELOW = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "hicache_storage_dir": "/somewhere"}

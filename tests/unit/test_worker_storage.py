@@ -9,7 +9,7 @@ import pytest
 from tandem.config import ServerConfig
 from tandem.page_files import SystemCalls
 from tandem.ranks import Rank
-from tandem.server.api.served_model import page_secret
+from tandem.server.api.model_facts import page_secret
 from tandem.server.processes import ServerFailure
 from tandem.server.worker_storage import open_page_files
 

@@ -34,7 +34,7 @@ from tandem.flag_roles import (
 from tandem.sampling import SamplingDefaults
 from tandem.server import fault_records, keys, logs
 from tandem.server.api.limits import Task
-from tandem.server.api.served_model import ModelFacts
+from tandem.server.api.model_facts import ModelFacts
 from tandem.server.exposure import open_to_others
 from tandem.server.hosts.follower import follow
 from tandem.server.processes import STOP_SIGNALS, ServerFailure, bind_listeners, cluster_secret

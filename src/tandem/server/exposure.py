@@ -3,7 +3,7 @@
 import socket
 from typing import Protocol
 
-from tandem.server.api.hosts import is_loopback, number_of
+from tandem.server.api.allowed_hosts import is_loopback, number_of
 from tandem.server.keys import Keyed
 
 

@@ -11,7 +11,7 @@ from tandem.config import ServerConfig
 from tandem.garbage import no_collector
 from tandem.membership import ClusterSecret
 from tandem.server import keys
-from tandem.server.api.served_model import ModelFacts
+from tandem.server.api.model_facts import ModelFacts
 from tandem.server.hosts.fields import fields_of
 from tandem.server.hosts.leader import Hooks, Leader, NoOtherHosts, OtherHosts
 from tandem.server.processes import (

@@ -23,12 +23,12 @@ from tandem.core.values import SECOND, Address, Cut, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
 from tandem.server import wire
 from tandem.server.api import http_exchange
+from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.bootstrap import BootstrapServer
 from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.cluster_auth import WriteGuard, signed_headers
 from tandem.server.api.connections import ConnectionBounds
-from tandem.server.api.hosts import Hosts
 from tandem.server.channel import FrameDecoder, frame
 from tandem.server.documents import BadDocument, read_ranks, read_replica
 from targets.http import Broken, Refused, Served, check_served, new_loop, request, until
@@ -155,7 +155,7 @@ class Client:
         tell_node(arrived(reports))
 
     async def _ask(self, reports: list[Any]) -> None:
-        client = BootstrapClient(Hosts(), own=lambda: replica(life=9), report=reports.append, interval_s=0.0)
+        client = BootstrapClient(AllowedHosts(), own=lambda: replica(life=9), report=reports.append, interval_s=0.0)
         client.learn(ASKED, None)
         for room in ROOMS:
             client.ask_rank(ASKED, room)

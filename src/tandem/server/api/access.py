@@ -27,9 +27,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.core.values import Cause
+from tandem.server.api.allowed_hosts import is_loopback, number_of
 from tandem.server.api.endpoint_parts import error_response, request_id_of
 from tandem.server.api.errors import Failure, Problem
-from tandem.server.api.hosts import is_loopback, number_of
 from tandem.server.api.tenant import given_key
 from tandem.server.exposure import Reachable, listens_on_loopback
 from tandem.server.keys import KeyRing

@@ -29,6 +29,7 @@ from tandem.metrics.http_counts import HttpCounts
 from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import RequestStats
 from tandem.server.api.access import AccessRules, AuthMiddleware
+from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.body import (
     EMBEDDING_PATHS,
     RERANK_PATHS,
@@ -52,7 +53,6 @@ from tandem.server.api.endpoint_parts import Found, error_response, not_served, 
 from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
 from tandem.server.api.faults import FaultsPage
 from tandem.server.api.generate import GenerateReply, read_native
-from tandem.server.api.hosts import Hosts
 from tandem.server.api.http_counting import CountingMiddleware
 from tandem.server.api.kv_transfer_params import (
     KvTransferParams,
@@ -66,6 +66,7 @@ from tandem.server.api.large_body import decode_both
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.live_requests import IncomingRequest
 from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, read_messages
+from tandem.server.api.model_facts import ModelFacts, limits_of
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, count_tokens, read_chat, read_completion
 from tandem.server.api.ops import Ops, check_model, json_response
@@ -74,7 +75,6 @@ from tandem.server.api.response_store import PendingResponse, ResponsePages, Res
 from tandem.server.api.responses import ResponsesBody, count_input, read_responses, without_items
 from tandem.server.api.responses_reply import ResponsesReply
 from tandem.server.api.resume import ASKS, Opening, Proofs, Resume, Resuming
-from tandem.server.api.served_model import ModelFacts, limits_of
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
 from tandem.server.api.telling import Resumed, Teller, can_tell, goes_on
 from tandem.server.api.tenant import given_key, tenant_of
@@ -206,7 +206,7 @@ class Endpoints:
             max_responses=config.max_stored_responses if config.role == "unified" else 0,
             max_bytes=config.stored_responses_max_bytes,
         )
-        self._hosts = Hosts.of(config)
+        self._hosts = AllowedHosts.of(config)
         self._chat_form = ChatForm.of(config, tokenizer)
 
     def routes(self) -> list[Route]:

@@ -16,6 +16,7 @@ from tandem.core import events
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Address, Nanos, Room
 from tandem.server import wire
+from tandem.server.api.allowed_hosts import AllowedHosts, HostRefused
 from tandem.server.api.bootstrap_questions import (
     ANSWER_NS,
     RANK_INTERVAL_NS,
@@ -26,7 +27,6 @@ from tandem.server.api.bootstrap_questions import (
     FetchReplica,
     GiveUp,
 )
-from tandem.server.api.hosts import HostRefused, Hosts
 from tandem.server.api.http_exchange import ExchangeError, HttpResponse, exchange
 from tandem.server.api.question_lanes import Lanes
 from tandem.server.documents import (
@@ -47,7 +47,7 @@ Report = Callable[[wire.Connect | events.PeerLearned | events.PeerUnknown | even
 class BootstrapClient:
     """Everything here runs on the event loop."""
 
-    hosts: Hosts
+    hosts: AllowedHosts
     own: Callable[[], wire.ReplicaInfo | None]  # of this decode, whose layout is compared
     report: Report
     interval_s: float = RANK_INTERVAL_NS / SECOND

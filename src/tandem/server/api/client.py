@@ -23,8 +23,8 @@ from tandem.core.request import Request
 from tandem.core.settings import LoadBalanceMethod
 from tandem.core.values import SECOND, Cause, Nanos, RequestId
 from tandem.server import wire
+from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.errors import Failure, Problem, Refusal
-from tandem.server.api.hosts import Hosts
 from tandem.server.api.last_steps import EdgeLastSteps
 from tandem.server.api.live_requests import (
     Action,
@@ -109,7 +109,7 @@ class NodeClient:
         self,
         *ports: NodePort,
         stall_timeout: float,
-        hosts: Hosts | None = None,
+        hosts: AllowedHosts | None = None,
         method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN,
         rooms_move: bool = True,
         force_query: bool = False,
@@ -128,7 +128,7 @@ class NodeClient:
             NodeRank(
                 dp_rank,
                 port,
-                hosts or Hosts(),
+                hosts or AllowedHosts(),
                 state,
                 partial(self._see_trouble, dp_rank),
                 num_ranks=len(ports),

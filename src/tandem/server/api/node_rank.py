@@ -11,9 +11,9 @@ from typing import Protocol
 from tandem.core import commands
 from tandem.core.events import DpRankAnswered, PeerLearned, PeerUnknown
 from tandem.server import wire
+from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.errors import Problem, Refusal
-from tandem.server.api.hosts import Hosts
 from tandem.server.api.live_requests import LOADING, LiveRank
 
 QUERY_SECONDS = 5.0
@@ -41,7 +41,7 @@ class NodeRank:
         self,
         dp_rank: int,
         port: NodePort,
-        hosts: Hosts,
+        hosts: AllowedHosts,
         state: LiveRank,
         see_trouble: Callable[[str], None],
         num_ranks: int = 1,

@@ -31,9 +31,9 @@ from tandem.server.api.errors import Failure, Problem, Refusal, failure_of, inva
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.live_requests import LOADING, LiveRank
+from tandem.server.api.model_facts import ModelFacts
 from tandem.server.api.openapi import openapi_document
 from tandem.server.api.probe import SharedProbe
-from tandem.server.api.served_model import ModelFacts
 from tandem.server.api.tenant import tenant_of
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (

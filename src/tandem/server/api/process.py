@@ -43,6 +43,7 @@ from tandem.membership import ClusterSecret
 from tandem.metrics.request_stats import RequestStats
 from tandem.server import wire
 from tandem.server.api.accept import BoundedServer
+from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.app import build_app
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
 from tandem.server.api.bootstrap_questions import registration
@@ -51,12 +52,11 @@ from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.connections import ConnectionBounds, api_bounds, raise_fd_limit
 from tandem.server.api.errors import Problem
 from tandem.server.api.gathering import Gathering
-from tandem.server.api.hosts import Hosts
 from tandem.server.api.limits import Task
 from tandem.server.api.loop_watchdog import LoopWatchdog, end_process, try_to
+from tandem.server.api.model_facts import ModelFacts
 from tandem.server.api.node_link import NodeLink
 from tandem.server.api.node_rank import NodeRank
-from tandem.server.api.served_model import ModelFacts
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import open_channel
@@ -142,7 +142,7 @@ class ApiProcess:
         self._client = NodeClient(
             *self._links,
             stall_timeout=config.stall_timeout,
-            hosts=Hosts.of(config),
+            hosts=AllowedHosts.of(config),
             method=method_for(LoadBalanceMethod(config.load_balance_method), config.role),
             rooms_move=config.disaggregation_dp_rank_conflict == DpConflictPolicy.RESOLVE,
             force_query=environment_switch(FORCE_QUERY),

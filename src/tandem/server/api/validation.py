@@ -22,6 +22,7 @@ from tandem.core.values import MAX_TIMEOUT_SECONDS, SECOND, Address, Cause, Nano
 from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
 from tandem.sampling import Payload, SamplingParams, VectorParams
 from tandem.server import wire
+from tandem.server.api.allowed_hosts import without_brackets
 from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
 from tandem.server.api.bounds import (
     ALTERNATIVE_BYTES,
@@ -36,7 +37,6 @@ from tandem.server.api.bounds import (
     SCORE_BYTES,
 )
 from tandem.server.api.errors import Failure, Problem, Refusal, contradiction, invalid
-from tandem.server.api.hosts import without_brackets
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.reasoning import Thinking
 from tandem.server.api.resume import Said
@@ -550,7 +550,7 @@ def check_port(value: int, param: str = "bootstrap_port") -> int:
 
 
 def check_address(host: str, port: int | None, limits: ModelLimits) -> Address:
-    """Of a host that `Hosts` has let pass."""
+    """Of a host that `AllowedHosts` has let pass."""
     return Address(without_brackets(host), limits.bootstrap_port if port is None else check_port(port))
 
 

@@ -21,7 +21,7 @@ from tandem.core.values import ceil_div
 from tandem.engine.model_config import read_config
 from tandem.server import worker_process
 from tandem.server.api.limits import Task
-from tandem.server.api.served_model import ModelFacts
+from tandem.server.api.model_facts import ModelFacts
 from tandem.server.hosts.follower import follow
 from tandem.server.node import process as node_process
 from tandem.server.processes import Launch, ServerFailure, bind_listeners, cluster_secret, meeting_place

@@ -25,7 +25,7 @@ from tandem.core.settings import NodeSettings
 from tandem.core.values import SECOND, Cause
 from tandem.membership import ClusterSecret
 from tandem.server import worker_storage
-from tandem.server.api import served_model
+from tandem.server.api import model_facts
 from tandem.server.node.record import records_at
 from tandem.server.processes import Launch
 from tandem.server.record_file import BrokenRecord, NothingWritten, StepRaised
@@ -187,7 +187,7 @@ class World:
             (servers.worker_process, "SockTransfer", small),
             *self.memories.replacements(),
             *self._narrowed(),
-            *((module, "DiskFolder", self.disk.open) for module in (served_model, worker_storage)),
+            *((module, "DiskFolder", self.disk.open) for module in (model_facts, worker_storage)),
             *collectives(),
             *(spies(self.seen) if self.seen else ()),
             *(() if self.is_plain else of_workers(model)),

@@ -1,4 +1,4 @@
-"""Registry, policies and rooms, one at a time."""
+"""Parts of the router's core, one at a time: its registry of workers, policies and rooms."""
 
 import itertools
 
@@ -34,107 +34,107 @@ def registry() -> WorkerRegistry:
     return WorkerRegistry([worker(0)], SETTINGS, Nanos(0))
 
 
-def probe(fleet: WorkerRegistry, result: ProbeResult, now: int) -> bool:
-    assert fleet.due(Nanos(now)) == [W]
-    fleet.probed(W, result, Nanos(now))
-    return fleet.health(W) is Health.DEAD
+def probe(workers: WorkerRegistry, result: ProbeResult, now: int) -> bool:
+    assert workers.due(Nanos(now)) == [W]
+    workers.probed(W, result, Nanos(now))
+    return workers.health(W) is Health.DEAD
 
 
 def test_a_worker_is_used_only_after_its_first_good_probe() -> None:
-    fleet = registry()
-    assert fleet.live(Role.DECODE) == []
-    probe(fleet, ProbeResult.OK, 0)
-    assert fleet.live(Role.DECODE) == [worker(0)]
+    workers = registry()
+    assert workers.live(Role.DECODE) == []
+    probe(workers, ProbeResult.OK, 0)
+    assert workers.live(Role.DECODE) == [worker(0)]
 
 
 def test_a_worker_that_starts_late_is_asked_often_until_it_is_there() -> None:
-    fleet = registry()
+    workers = registry()
     for now in (0, 10, 20):
-        probe(fleet, ProbeResult.MISSED, now)
-    assert fleet.health(W) is Health.JOINING
-    probe(fleet, ProbeResult.OK, 30)
-    assert fleet.wake_at() == 130
+        probe(workers, ProbeResult.MISSED, now)
+    assert workers.health(W) is Health.JOINING
+    probe(workers, ProbeResult.OK, 30)
+    assert workers.wake_at() == 130
 
 
 @pytest.mark.parametrize(("told", "ports"), [(None, [8999, 8999, 9000]), (8998, [8998, 8998, 8998])])
 def test_the_port_that_a_prefill_says_counts_where_the_router_was_told_none(told: int | None, ports: list[int]) -> None:
     prefill = structs.replace(worker(0, Role.PREFILL), bootstrap_port=told)
-    fleet = WorkerRegistry([prefill], SETTINGS, Nanos(0))
+    workers = WorkerRegistry([prefill], SETTINGS, Nanos(0))
     for now, (said, port) in enumerate(zip((8999, None, 9000), ports, strict=True)):
-        assert fleet.due(Nanos(100 * now)) == [W]
-        fleet.probed(W, ProbeResult.OK, Nanos(100 * now), bootstrap_port=said)
+        assert workers.due(Nanos(100 * now)) == [W]
+        workers.probed(W, ProbeResult.OK, Nanos(100 * now), bootstrap_port=said)
         copy = WorkerRegistry([], SETTINGS, Nanos(0))
-        copy.restore(fleet.snapshot())
-        for one in (fleet, copy):
+        copy.restore(workers.snapshot())
+        for one in (workers, copy):
             assert [each.bootstrap_port for each in one.live(Role.PREFILL)] == [port]
 
 
 def test_one_missed_probe_makes_suspect_and_two_make_dead() -> None:
-    fleet = registry()
-    probe(fleet, ProbeResult.OK, 0)
-    assert not probe(fleet, ProbeResult.MISSED, 100)
-    assert fleet.health(W) is Health.SUSPECT
-    assert fleet.live(Role.DECODE) == [worker(0)]
-    assert probe(fleet, ProbeResult.MISSED, 110)
-    assert fleet.live(Role.DECODE) == []
-    probe(fleet, ProbeResult.OK, 120)
-    assert fleet.health(W) is Health.LIVE
+    workers = registry()
+    probe(workers, ProbeResult.OK, 0)
+    assert not probe(workers, ProbeResult.MISSED, 100)
+    assert workers.health(W) is Health.SUSPECT
+    assert workers.live(Role.DECODE) == [worker(0)]
+    assert probe(workers, ProbeResult.MISSED, 110)
+    assert workers.live(Role.DECODE) == []
+    probe(workers, ProbeResult.OK, 120)
+    assert workers.health(W) is Health.LIVE
 
 
 def test_a_good_probe_between_two_misses_starts_the_count_anew() -> None:
-    fleet = registry()
+    workers = registry()
     for now, result in ((0, ProbeResult.OK), (100, ProbeResult.MISSED), (110, ProbeResult.OK)):
-        probe(fleet, result, now)
-    assert not probe(fleet, ProbeResult.MISSED, 210)
+        probe(workers, result, now)
+    assert not probe(workers, ProbeResult.MISSED, 210)
 
 
 def test_a_worker_that_declines_gets_no_more_requests_but_is_not_silent() -> None:
-    fleet = registry()
-    probe(fleet, ProbeResult.OK, 0)
-    assert probe(fleet, ProbeResult.DECLINED, 100)
-    assert fleet.live(Role.DECODE) == []
-    assert W not in fleet.silent()
+    workers = registry()
+    probe(workers, ProbeResult.OK, 0)
+    assert probe(workers, ProbeResult.DECLINED, 100)
+    assert workers.live(Role.DECODE) == []
+    assert W not in workers.silent()
 
 
 def test_a_refused_connection_is_death_at_once() -> None:
-    fleet = registry()
-    probe(fleet, ProbeResult.OK, 0)
-    fleet.refused(W, Nanos(50))
-    assert fleet.health(W) is Health.DEAD
-    assert fleet.silent() == {W: 50}
-    assert fleet.wake_at() == 60
+    workers = registry()
+    probe(workers, ProbeResult.OK, 0)
+    workers.refused(W, Nanos(50))
+    assert workers.health(W) is Health.DEAD
+    assert workers.silent() == {W: 50}
+    assert workers.wake_at() == 60
 
 
 def test_who_has_been_there_and_is_not_dead_is_told_of_an_abort() -> None:
-    fleet = registry()
-    assert fleet.answering() == [], "it may never have been there"
-    probe(fleet, ProbeResult.OK, 0)
-    assert fleet.answering() == [worker(0)]
-    probe(fleet, ProbeResult.DECLINED, 100)
-    assert fleet.answering() == [worker(0)], "it has requests, though it gets no more"
-    fleet.refused(W, Nanos(150))
-    assert fleet.answering() == []
+    workers = registry()
+    assert workers.answering() == [], "it may never have been there"
+    probe(workers, ProbeResult.OK, 0)
+    assert workers.answering() == [worker(0)]
+    probe(workers, ProbeResult.DECLINED, 100)
+    assert workers.answering() == [worker(0)], "it has requests, though it gets no more"
+    workers.refused(W, Nanos(150))
+    assert workers.answering() == []
 
 
 def test_a_good_probe_from_before_the_refusal_does_not_revive() -> None:
-    fleet = registry()
-    probe(fleet, ProbeResult.OK, 0)
-    assert fleet.due(Nanos(100)) == [W]
-    fleet.refused(W, Nanos(105))
-    fleet.probed(W, ProbeResult.OK, Nanos(106))
-    assert fleet.health(W) is Health.DEAD
+    workers = registry()
+    probe(workers, ProbeResult.OK, 0)
+    assert workers.due(Nanos(100)) == [W]
+    workers.refused(W, Nanos(105))
+    workers.probed(W, ProbeResult.OK, Nanos(106))
+    assert workers.health(W) is Health.DEAD
 
 
 def test_a_probe_without_an_answer_is_overdue_and_its_late_answer_is_ignored() -> None:
-    fleet = registry()
-    probe(fleet, ProbeResult.OK, 0)
-    assert fleet.due(Nanos(100)) == [W]
-    assert fleet.due(Nanos(140)) == []
-    assert fleet.overdue(Nanos(149)) == []
-    assert fleet.overdue(Nanos(150)) == [W]
-    fleet.probed(W, ProbeResult.MISSED, Nanos(150))
-    fleet.probed(W, ProbeResult.OK, Nanos(151))
-    assert fleet.health(W) is Health.SUSPECT
+    workers = registry()
+    probe(workers, ProbeResult.OK, 0)
+    assert workers.due(Nanos(100)) == [W]
+    assert workers.due(Nanos(140)) == []
+    assert workers.overdue(Nanos(149)) == []
+    assert workers.overdue(Nanos(150)) == [W]
+    workers.probed(W, ProbeResult.MISSED, Nanos(150))
+    workers.probed(W, ProbeResult.OK, Nanos(151))
+    assert workers.health(W) is Health.SUSPECT
 
 
 def candidates(*active: int) -> list[Candidate]:

@@ -38,13 +38,13 @@ class HostRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class AllowedHosts:
     own: str = ""  # as --host names it; empty: this server listens everywhere
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     look_up: LookUp = field(default_factory=Resolver)
 
     @classmethod
-    def of(cls, config: ServerConfig) -> "Hosts":
+    def of(cls, config: ServerConfig) -> "AllowedHosts":
         networks = tuple(ip_network(text) for text in config.disaggregation_allow)
         return cls("" if config.host in EVERY_HOST else config.host, networks)
 

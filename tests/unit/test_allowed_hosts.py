@@ -7,8 +7,8 @@ from ipaddress import ip_address
 import pytest
 
 from tandem.config import ServerConfig
+from tandem.server.api.allowed_hosts import MAX_HOSTS, AllowedHosts, HostRefused, is_of_this_machine
 from tandem.server.api.errors import Refusal
-from tandem.server.api.hosts import MAX_HOSTS, HostRefused, Hosts, is_of_this_machine
 
 FORGED = ("::1%\n[12:00:00 api] all is lost", "::1%" + "x" * 300, "127.0.0.1\n", "[::1%\x1b[2J]")
 ALLOWED = ("10.1.0.0/16", "fd00:7::/32")
@@ -28,12 +28,12 @@ class Names:
         return self.found[name]
 
 
-def hosts(names: Names | None = None, *, host: str = "192.0.2.7", allow: Sequence[str] = ALLOWED) -> Hosts:
-    made = Hosts.of(ServerConfig(model="m", host=host, disaggregation_allow=tuple(allow)))
-    return Hosts(made.own, made.networks, names or Names())
+def hosts(names: Names | None = None, *, host: str = "192.0.2.7", allow: Sequence[str] = ALLOWED) -> AllowedHosts:
+    made = AllowedHosts.of(ServerConfig(model="m", host=host, disaggregation_allow=tuple(allow)))
+    return AllowedHosts(made.own, made.networks, names or Names())
 
 
-def addresses(it: Hosts, host: str) -> Sequence[str]:
+def addresses(it: AllowedHosts, host: str) -> Sequence[str]:
     return asyncio.run(it.addresses(host))
 
 
@@ -106,7 +106,7 @@ def test_where_nothing_is_allowed_no_name_is_looked_up_but_this_servers_own() ->
 def test_what_cannot_be_a_host_is_refused(host: str) -> None:
     real = hosts()
     with pytest.raises(HostRefused):
-        addresses(Hosts(real.own, real.networks), host)
+        addresses(AllowedHosts(real.own, real.networks), host)
 
 
 def test_a_server_that_listens_everywhere_is_at_each_address_of_its_machine_and_no_other() -> None:
@@ -120,7 +120,7 @@ def test_a_server_that_listens_everywhere_is_at_each_address_of_its_machine_and_
 
 
 def test_a_server_that_listens_at_one_address_is_at_no_other_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.server.api.hosts.is_of_this_machine", lambda number: True)
+    monkeypatch.setattr("tandem.server.api.allowed_hosts.is_of_this_machine", lambda number: True)
     assert addresses(hosts(host="0.0.0.0", allow=()), "198.51.100.7") == ["198.51.100.7"]
     with pytest.raises(HostRefused):
         addresses(hosts(allow=()), "198.51.100.7")
