@@ -63,7 +63,7 @@ from tandem.server.api.kv_transfer_params import (
     read_params,
 )
 from tandem.server.api.large_body import decode_both
-from tandem.server.api.limits import ModelLimits, Task
+from tandem.server.api.limits import Task
 from tandem.server.api.live_requests import IncomingRequest
 from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, read_messages
 from tandem.server.api.model_facts import ModelFacts, limits_of
@@ -75,6 +75,7 @@ from tandem.server.api.response_store import PendingResponse, ResponsePages, Res
 from tandem.server.api.responses import ResponsesBody, count_input, read_responses, without_items
 from tandem.server.api.responses_reply import ResponsesReply
 from tandem.server.api.resume import ASKS, Opening, Proofs, Resume, Resuming
+from tandem.server.api.served_model import ServedModel
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
 from tandem.server.api.telling import Resumed, Teller, can_tell, goes_on
 from tandem.server.api.tenant import given_key, tenant_of
@@ -82,6 +83,7 @@ from tandem.server.api.text import TextStream
 from tandem.server.api.tokenization import TokenizationPage
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (
+    Asked,
     GenerationParams,
     Prompt,
     SampleRequest,
@@ -108,7 +110,7 @@ from tandem.server.tracing import NO_TRACING, Span, Tracing, ending_with_errors
 logger = logging.getLogger("tandem.server")
 Body = TypeVar("Body", bound=Struct)
 # The last: bytes of the body, by which a reader knows what is too much for the loop.
-Reader = Callable[[Body, Routing, Tokenizer, ModelLimits, int], Awaitable[tuple[list[Prompt], list[GenerationParams]]]]
+Reader = Callable[[Body, Routing, ServedModel, int], Awaitable[Asked]]
 
 
 def build_app(
@@ -124,20 +126,20 @@ def build_app(
 ) -> Starlette:
     """The application. It may serve before the node is ready: then it answers 503 to all that needs the node."""
     limits = limits_of(config, model, digest_secret=digest_secret)
+    served = ServedModel(limits, tokenizer, ChatForm.of(config, tokenizer))
     stats = stats or RequestStats()
     counts = HttpCounts()
     exporter = Exporter(stats, model_name=config.model_name, engine_type=config.role, counts=counts)
     generation = Endpoints(
         config=config,
         client=client,
-        limits=limits,
-        tokenizer=tokenizer,
+        served=served,
         stats=stats,
         log=log or RequestLog(config.log_format),
         tracing=tracing,
     )
     ops = Ops(config=config, client=client, model=model, limits=limits, tokenizer=tokenizer, exporter=exporter)
-    tokenization = TokenizationPage(tokenizer, limits, ChatForm.of(config, tokenizer))
+    tokenization = TokenizationPage(served)
     debug = DebugPage(client, stats, role=config.role, name=config.model_name)
     counted_paths = frozenset(route.path for route in (*generation.routes(), *tokenization.routes()))
 
@@ -189,8 +191,7 @@ class Endpoints:
         *,
         config: ServerConfig,
         client: NodeClient,
-        limits: ModelLimits,
-        tokenizer: Tokenizer,
+        served: ServedModel,
         stats: RequestStats,
         log: RequestLog,
         tracing: Tracing,
@@ -198,8 +199,10 @@ class Endpoints:
         self._tracing = tracing
         self._config = config
         self._client = client
-        self._limits = limits
-        self._tokenizer = tokenizer
+        self._served = served
+        self._limits = served.limits
+        self._tokenizer = served.tokenizer
+        self._chat_form = served.form
         self._stats = stats
         self._log = log
         self._store = ResponseStore(
@@ -207,7 +210,6 @@ class Endpoints:
             max_bytes=config.stored_responses_max_bytes,
         )
         self._hosts = AllowedHosts.of(config)
-        self._chat_form = ChatForm.of(config, tokenizer)
 
     def routes(self) -> list[Route]:
         return [
@@ -229,7 +231,7 @@ class Endpoints:
             shape = self._shape(body, routing, asks, "chatcmpl-", made_at)
             return ChatReply(shape, self._tokenizer, self._chat_form.answer_to(body))
 
-        return await self._answer(request, ChatBody, partial(read_chat, form=self._chat_form), reply)
+        return await self._answer(request, ChatBody, read_chat, reply)
 
     async def complete(self, request: Request) -> TokenResponse:
         def reply(body: CompletionBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
@@ -258,19 +260,17 @@ class Endpoints:
             form = self._chat_form.answer_to(chat_of(body))
             return MessagesReply(id=name, model=routing.model or self._config.model_name, form=form)
 
-        return await self._answer(request, MessagesBody, partial(read_messages, form=self._chat_form), reply)
+        return await self._answer(request, MessagesBody, read_messages, reply)
 
     async def responses(self, request: Request) -> TokenResponse:
         conversation = PendingResponse(self._store, owner_of(request))
         kept_size = 0
 
-        async def read(
-            body: ResponsesBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int
-        ) -> tuple[list[Prompt], list[GenerationParams]]:
+        async def read(body: ResponsesBody, routing: Routing, served: ServedModel, size: int) -> Asked:
             nonlocal kept_size
             if self._store.keeps and not conversation.has_begun:
                 kept_size = await self._go_on(conversation, body)
-            return await read_responses(body, routing, tokenizer, limits, size + kept_size, form=self._chat_form)
+            return await read_responses(body, routing, served, size + kept_size)
 
         def reply(body: ResponsesBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
             model = routing.model or self._config.model_name
@@ -311,8 +311,7 @@ class Endpoints:
         raw = await read_body(request)
         routing, body = await decode_both(raw, Routing, MessagesBody)
         check_model(routing.model, self._config)
-        chat, size = partial(chat_of, body), len(raw)
-        count = await count_tokens(chat, routing, self._tokenizer, self._limits, size, form=self._chat_form)
+        count = await count_tokens(partial(chat_of, body), routing, self._served, len(raw))
         return json_response({"input_tokens": count})
 
     async def count_input(self, request: Request) -> Response:
@@ -322,7 +321,7 @@ class Endpoints:
         size = len(raw)
         if self._store.keeps:
             size += await self._go_on(PendingResponse(self._store, owner_of(request)), body)
-        count = await count_input(body, routing, self._tokenizer, self._limits, size, form=self._chat_form)
+        count = await count_input(body, routing, self._served, size)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def _answer(
@@ -372,7 +371,7 @@ class Endpoints:
             check_model(routing.model, self._config)
         prompts, all_params = await within(
             self._seconds_left(request, routing),
-            self._checked(read(body, routing, self._tokenizer, self._limits, size), routing),
+            self._checked(read(body, routing, self._served, size), routing),
             "the prompt was not tokenized",
         )
         resume = await self._resumed(request, raw)
@@ -388,7 +387,7 @@ class Endpoints:
 
         async def prompts_at(rendered_at: int) -> Sequence[Prompt]:
             there = structs.replace(routing, rendered_at=rendered_at)
-            prompts, all_params = await read(body, there, self._tokenizer, self._limits, size)
+            prompts, all_params = await read(body, there, self._served, size)
             raise_if(beyond(prompts, all_params, self._limits))
             return prompts
 
@@ -435,8 +434,7 @@ class Endpoints:
             routing, body = await decode_both(theirs, Routing, kind)
             routing.rendered_at = time_of(routing)
             follow(transfer, body, routing, self._limits)
-            reading = read(body, routing, self._tokenizer, self._limits, len(raw))
-            prompts, all_params = await self._checked(reading, routing)
+            prompts, all_params = await self._checked(read(body, routing, self._served, len(raw)), routing)
             await self._decline(Failure(Cause.PEER_ABORTED, why), request, routing, prompts, all_params, None)
 
     async def _decline(

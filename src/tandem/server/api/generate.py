@@ -18,10 +18,12 @@ from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_LOGPROB_IDS, 
 from tandem.server.api.errors import invalid
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
+from tandem.server.api.served_model import ServedModel
 from tandem.server.api.stream import Reply, Sample
 from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (
+    Asked,
     GenerationParams,
     Names,
     Prompt,
@@ -40,15 +42,13 @@ Told = tuple[float, int, str | None]  # of an alternative: its logprob, its id a
 # in
 
 
-async def read_native(
-    body: NativeBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int
-) -> tuple[list[Prompt], list[GenerationParams]]:
+async def read_native(body: NativeBody, routing: Routing, served: ServedModel, size: int) -> Asked:
     """size: bytes of the body."""
     prompts: list[Prompt] = []
     async for item in in_turns(await off_loop(size, LOOP_BYTES, prompt_items, body), LOOP_SAMPLES):
-        prompts.append(await read_text(item, tokenizer, limits, "text") if isinstance(item, str) else Prompt(item))
+        prompts.append(await read_text(item, served, "text") if isinstance(item, str) else Prompt(item))
     param = "text" if body.text is not None else "input_ids"
-    prompts = await off_loop(size, LOOP_BYTES, check_prompts, prompts, limits, param)
+    prompts = await off_loop(size, LOOP_BYTES, check_prompts, prompts, served.limits, param)
     count = len(prompts)
     columns = zip(
         per_prompt(body.sampling_params, count, "sampling_params"),
@@ -64,8 +64,8 @@ async def read_native(
     async for column in in_turns(columns, LOOP_SAMPLES):
         if (key := id(column[0])) not in grammars:
             sampling = column[0] or NativeSampling()
-            grammars[key] = await read_grammar(sampling, tokenizer, "sampling_params.", size=size)
-        params.append(native_params(*column, limits=limits, grammar=grammars[key]))
+            grammars[key] = await read_grammar(sampling, served.tokenizer, "sampling_params.", size=size)
+        params.append(native_params(*column, limits=served.limits, grammar=grammars[key]))
     return prompts, params
 
 

@@ -16,16 +16,15 @@ from msgspec import Meta, Raw, Struct
 from tandem.logtext import shown
 from tandem.server.api.body import ChatBody, Messages, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
-from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, arguments_of
+from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, arguments_of
 from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.foreign_fields import NOTHING, Foreign
-from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import has_more_than_text, read_chat
+from tandem.server.api.served_model import ServedModel
 from tandem.server.api.stream import Reply, Sample
-from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
-from tandem.server.api.validation import GenerationParams, Prompt
+from tandem.server.api.validation import Asked
 
 encode = msgspec.json.Encoder().encode
 
@@ -60,14 +59,12 @@ class MessagesBody(Foreign, kw_only=True):
 # in
 
 
-async def read_messages(
-    body: MessagesBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int, *, form: ChatForm
-) -> tuple[list[Prompt], list[GenerationParams]]:
+async def read_messages(body: MessagesBody, routing: Routing, served: ServedModel, size: int) -> Asked:
     """The one prompt of a request. size: bytes of the body."""
     if body.max_tokens is None:
         raise invalid("max_tokens", "is missing")
     chat = await off_loop(size, LOOP_BYTES, chat_of, body)
-    return await read_chat(chat, routing, tokenizer, limits, size, form=form)
+    return await read_chat(chat, routing, served, size)
 
 
 def chat_of(body: MessagesBody) -> ChatBody:

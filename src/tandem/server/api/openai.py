@@ -15,15 +15,17 @@ from msgspec import Struct, structs
 from tandem.sampling import TokenScore
 from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, LOOP_SAMPLES, MAX_PROMPTS
-from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, flat_message
+from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, flat_message
 from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
+from tandem.server.api.served_model import ServedModel
 from tandem.server.api.stream import Reply, Sample
 from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import RenderedChat, Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 from tandem.server.api.validation import (
+    Asked,
     GenerationParams,
     Names,
     Prompt,
@@ -46,15 +48,14 @@ encode = msgspec.json.Encoder().encode
 async def read_chat(
     body: ChatBody,
     routing: Routing,
-    tokenizer: Tokenizer,
-    limits: ModelLimits,
+    served: ServedModel,
     size: int,
     *,
-    form: ChatForm,
     param: str = "messages",
-) -> tuple[list[Prompt], list[GenerationParams]]:
+) -> Asked:
     """The one prompt of a chat request. size: bytes of the body. param: what its conversation is called."""
-    answer, chat = await off_loop(size, LOOP_CHAT_BYTES, rendered, body, routing, tokenizer, form)
+    limits, tokenizer = served.limits, served.tokenizer
+    answer, chat = await off_loop(size, LOOP_CHAT_BYTES, rendered, body, routing, served)
     params = openai_params(
         body,
         limits,
@@ -66,7 +67,7 @@ async def read_chat(
     params = structs.replace(params, thinking=answer.thinking(chat.text))
     if answer.shows_special_tokens(tokenizer):
         params = structs.replace(params, skip_special_tokens=False)
-    prompt = await read_text(chat.text, tokenizer, limits, param, add_special_tokens=False)
+    prompt = await read_text(chat.text, served, param, add_special_tokens=False)
     prompt = structs.replace(prompt, rendered_at=chat.rendered_at)
     return [check_prompt(prompt, limits, param)], [params]
 
@@ -74,38 +75,35 @@ async def read_chat(
 async def count_tokens(
     read: Callable[[], ChatBody],
     routing: Routing,
-    tokenizer: Tokenizer,
-    limits: ModelLimits,
+    served: ServedModel,
     size: int,
     *,
-    form: ChatForm,
     param: str = "messages",
 ) -> int:
     """Of the prompt that a chat makes. read: the chat, of a body of so many bytes, in any thread."""
 
     def text() -> str:
         chat = read()
-        return chat_text(chat, tokenizer, time_of(routing), form.answer_to(chat).offered).text
+        return chat_text(chat, served.tokenizer, time_of(routing), served.form.answer_to(chat).offered).text
 
     prompt = await off_loop(size, LOOP_CHAT_BYTES, text)
-    return len((await read_text(prompt, tokenizer, limits, param, add_special_tokens=False)).tokens)
+    return len((await read_text(prompt, served, param, add_special_tokens=False)).tokens)
 
 
-def rendered(body: ChatBody, routing: Routing, tokenizer: Tokenizer, form: ChatForm) -> tuple[AnswerForm, RenderedChat]:
+def rendered(body: ChatBody, routing: Routing, served: ServedModel) -> tuple[AnswerForm, RenderedChat]:
     """In any thread: what must be right before there is a prompt, and its text."""
     refuse_options(body, routing)
     refuse_functions(body)
-    answer = form.answer_to(body)
+    answer = served.form.answer_to(body)
     if body.modalities not in (None, ["text"]):
         raise unsupported("modalities", "; it answers in text only")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
-    return answer, chat_text(body, tokenizer, time_of(routing), answer.offered)
+    return answer, chat_text(body, served.tokenizer, time_of(routing), answer.offered)
 
 
-async def read_completion(
-    body: CompletionBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int
-) -> tuple[list[Prompt], list[GenerationParams]]:
+async def read_completion(body: CompletionBody, routing: Routing, served: ServedModel, size: int) -> Asked:
+    limits = served.limits
     refuse_options(body, routing)
     params = openai_params(
         body,
@@ -114,13 +112,13 @@ async def read_completion(
         max_name="max_tokens",
         top_logprobs=body.logprobs,
         echoes=bool(body.echo),
-        grammar=await read_grammar(body, tokenizer, size=size),
+        grammar=await read_grammar(body, served.tokenizer, size=size),
     )
     adds_special = body.add_special_tokens is not False
     prompts: list[Prompt] = []
     async for item in in_turns(await off_loop(size, LOOP_BYTES, prompt_items, body.prompt), LOOP_SAMPLES):
         if isinstance(item, str):
-            prompts.append(await read_text(item, tokenizer, limits, "prompt", add_special_tokens=adds_special))
+            prompts.append(await read_text(item, served, "prompt", add_special_tokens=adds_special))
         else:
             prompts.append(Prompt(item))
     return await off_loop(size, LOOP_BYTES, check_prompts, prompts, limits, "prompt"), [params] * len(prompts)

@@ -27,14 +27,13 @@ from tandem.server.api.bounds import (
     NewTokens,
     ResponseId,
 )
-from tandem.server.api.chat_form import MAX_NAME_CHARS, TEXT_PARTS, ChatForm
+from tandem.server.api.chat_form import MAX_NAME_CHARS, TEXT_PARTS
 from tandem.server.api.errors import Refusal, contradiction, invalid
 from tandem.server.api.foreign_fields import NOTHING, handled
-from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import count_tokens, read_chat
-from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import GenerationParams, Prompt
+from tandem.server.api.served_model import ServedModel
+from tandem.server.api.validation import Asked
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
@@ -102,25 +101,21 @@ class ResponsesBody(SamplingFields, kw_only=True):
 SHARED = tuple(sorted(handled(SamplingFields) - {"n"}))  # with chats, name by name
 
 
-async def read_responses(
-    body: ResponsesBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int, *, form: ChatForm
-) -> tuple[list[Prompt], list[GenerationParams]]:
+async def read_responses(body: ResponsesBody, routing: Routing, served: ServedModel, size: int) -> Asked:
     """The one prompt of a request. size: bytes of the body and of `kept_items`."""
     refuse_unkept(body)
     chat = await off_loop(size, LOOP_BYTES, chat_of, body)
     try:
-        return await read_chat(chat, routing, tokenizer, limits, size, form=form, param="input")
+        return await read_chat(chat, routing, served, size, param="input")
     except Refusal as refusal:
         raise renamed(refusal) from None
 
 
-async def count_input(
-    body: ResponsesBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int, *, form: ChatForm
-) -> int:
+async def count_input(body: ResponsesBody, routing: Routing, served: ServedModel, size: int) -> int:
     """How many tokens that prompt has."""
     refuse_unkept(body)
     try:
-        return await count_tokens(partial(chat_of, body), routing, tokenizer, limits, size, form=form, param="input")
+        return await count_tokens(partial(chat_of, body), routing, served, size, param="input")
     except Refusal as refusal:
         raise renamed(refusal) from None
 

@@ -9,25 +9,23 @@ from starlette.routing import Route
 
 from tandem.server.api.body import DETOKENIZE_PATHS, TOKENIZE_PATHS, DetokenizeBody, TokenizeBody
 from tandem.server.api.bounds import LOOP_CHAT_BYTES, LOOP_IDS, MAX_DETOKENIZED, MAX_PROMPTS, MAX_TEXT_CHARS
-from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.endpoint_parts import read_body
 from tandem.server.api.errors import invalid
 from tandem.server.api.large_body import decode_anywhere
-from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import chat_text
 from tandem.server.api.ops import json_response
-from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.served_model import ServedModel
 from tandem.server.api.validation import check_ids
 
 
 class TokenizationPage:
     """One instance per application; the methods are its endpoints."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, form: ChatForm) -> None:
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._form = form
+    def __init__(self, served: ServedModel) -> None:
+        self._tokenizer = served.tokenizer
+        self._limits = served.limits
+        self._form = served.form
 
     def routes(self) -> list[Route]:
         return [

@@ -40,7 +40,7 @@ from tandem.server.api.errors import Failure, Problem, Refusal, contradiction, i
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.reasoning import Thinking
 from tandem.server.api.resume import Said
-from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.served_model import ServedModel
 
 Number = TypeVar("Number", int, float)
 
@@ -64,6 +64,9 @@ class GenerationParams(Struct, frozen=True):
     skip_special_tokens: bool
     vector: VectorParams | None = None  # no token is wanted
     thinking: Thinking = Thinking.NEVER
+
+
+Asked = tuple[list[Prompt], list[GenerationParams]]  # by one body: the prompts, and the numbers of each
 
 
 class PeerParams(Struct, frozen=True):
@@ -215,13 +218,11 @@ def check_ids(ids: Sequence[int], limits: ModelLimits, param: str) -> None:
             raise invalid(param, f"{id} is not a token id; the vocabulary has {limits.vocab_size}")
 
 
-async def read_text(
-    text: str, tokenizer: Tokenizer, limits: ModelLimits, param: str, *, add_special_tokens: bool = True
-) -> Prompt:
+async def read_text(text: str, served: ServedModel, param: str, *, add_special_tokens: bool = True) -> Prompt:
     """The prompt that a text is. Far too long a one is refused as it is: tokenizing takes seconds per MiB."""
-    if not tokenizer.may_fit(text, limits.context_length):
-        raise too_long(param, f"{len(text)} characters are more than its tokens can hold", limits)
-    return Prompt(await tokenizer.encode_anywhere(text, add_special_tokens=add_special_tokens), text)
+    if not served.tokenizer.may_fit(text, served.limits.context_length):
+        raise too_long(param, f"{len(text)} characters are more than its tokens can hold", served.limits)
+    return Prompt(await served.tokenizer.encode_anywhere(text, add_special_tokens=add_special_tokens), text)
 
 
 def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:

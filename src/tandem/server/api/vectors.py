@@ -20,21 +20,19 @@ from tandem.server.api.errors import Refusal, invalid
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.openai import prompt_items
+from tandem.server.api.served_model import ServedModel
 from tandem.server.api.stream import Reply, Sample
-from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import GenerationParams, Prompt, check_ids, read_text, too_long
+from tandem.server.api.validation import Asked, GenerationParams, Prompt, check_ids, read_text, too_long
 
 encode = msgspec.json.Encoder().encode
-Asked = tuple[list[Prompt], list[GenerationParams]]
 
 
 # in
 
 
-async def read_embeddings(
-    body: EmbeddingBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int
-) -> Asked:
+async def read_embeddings(body: EmbeddingBody, routing: Routing, served: ServedModel, size: int) -> Asked:
     """size: bytes of the body."""
+    limits = served.limits
     refuse_stream(routing)
     if body.normalize is False:
         raise unsupported("normalize", " unless it is true: vectors have length 1")
@@ -44,30 +42,28 @@ async def read_embeddings(
     prompts: list[Prompt] = []
     async for item in in_turns(await off_loop(size, LOOP_BYTES, prompt_items, body.input, "input"), LOOP_SAMPLES):
         if isinstance(item, str):
-            prompts.append(await read_one(item, tokenizer, limits, "input", add_special_tokens=adds_special))
+            prompts.append(await read_one(item, served, "input", add_special_tokens=adds_special))
         else:
             prompts.append(check_length(Prompt(item), limits, "input"))
     return prompts, [params_of(VectorParams(dimensions=body.dimensions))] * len(prompts)
 
 
-async def read_rerank(
-    body: RerankBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int
-) -> Asked:
+async def read_rerank(body: RerankBody, routing: Routing, served: ServedModel, size: int) -> Asked:
     refuse_stream(routing)
     if body.query is None:
         raise invalid("query", "is missing")
     if not body.documents:
         raise invalid("documents", "is missing or empty")
     texts = [text_of(document) for document in body.documents]
-    return await read_texts([body.query], texts, ("query", "documents"), tokenizer, limits)
+    return await read_texts([body.query], texts, ("query", "documents"), served)
 
 
-async def read_score(body: ScoreBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int) -> Asked:
+async def read_score(body: ScoreBody, routing: Routing, served: ServedModel, size: int) -> Asked:
     refuse_stream(routing)
     first, second = listed(body.text_1, "text_1"), listed(body.text_2, "text_2")
     if len(first) not in (1, len(second)):
         raise invalid("text_1", f"{len(first)} texts for {len(second)} of text_2; one, or as many, are needed")
-    return await read_texts(first, second, ("text_1", "text_2"), tokenizer, limits)
+    return await read_texts(first, second, ("text_1", "text_2"), served)
 
 
 def refuse_stream(routing: Routing) -> None:
@@ -85,41 +81,37 @@ def text_of(document: str | Document) -> str:
     return document if isinstance(document, str) else document.text
 
 
-async def read_texts(
-    first: list[str], second: list[str], params: tuple[str, str], tokenizer: Tokenizer, limits: ModelLimits
-) -> Asked:
+async def read_texts(first: list[str], second: list[str], params: tuple[str, str], served: ServedModel) -> Asked:
     """One text, or as many as there are others. Of a cross-encoder prompts are pairs, else all first texts before all
     second ones.
     """
-    if limits.task is Task.SCORES:
+    if served.limits.task is Task.SCORES:
         firsts = first * len(second) if len(first) == 1 else first
         pairs = in_turns(list(zip(firsts, second, strict=True)), LOOP_SAMPLES)
-        read = [await read_pair(one, other, params, tokenizer, limits) async for one, other in pairs]
+        read = [await read_pair(one, other, params, served) async for one, other in pairs]
         return [prompt for prompt, _ in read], [params_of(wants) for _, wants in read]
     prompts: list[Prompt] = []
     for texts, param in ((first, params[0]), (second, params[1])):
         async for text in in_turns(texts, LOOP_SAMPLES):
-            prompts.append(await read_one(text, tokenizer, limits, param))
+            prompts.append(await read_one(text, served, param))
     if len(prompts) > MAX_PROMPTS:
         raise invalid(params[1], f"at most {MAX_PROMPTS} texts in one request, of both kinds together")
     return prompts, [params_of(VectorParams())] * len(prompts)
 
 
-async def read_one(
-    text: str, tokenizer: Tokenizer, limits: ModelLimits, param: str, *, add_special_tokens: bool = True
-) -> Prompt:
+async def read_one(text: str, served: ServedModel, param: str, *, add_special_tokens: bool = True) -> Prompt:
     refuse_empty(text, param)
-    prompt = await read_text(text, tokenizer, limits, param, add_special_tokens=add_special_tokens)
-    return check_length(prompt, limits, param)
+    prompt = await read_text(text, served, param, add_special_tokens=add_special_tokens)
+    return check_length(prompt, served.limits, param)
 
 
 async def read_pair(
-    first: str, second: str, params: tuple[str, str], tokenizer: Tokenizer, limits: ModelLimits
+    first: str, second: str, params: tuple[str, str], served: ServedModel
 ) -> tuple[Prompt, VectorParams]:
     refuse_empty(first, params[0])
     refuse_empty(second, params[1])
-    tokens, second_from = await tokenizer.encode_pair(first, second)
-    return check_length(Prompt(tokens, first), limits, params[1]), VectorParams(second_from=second_from)
+    tokens, second_from = await served.tokenizer.encode_pair(first, second)
+    return check_length(Prompt(tokens, first), served.limits, params[1]), VectorParams(second_from=second_from)
 
 
 def refuse_empty(text: str, param: str) -> None:
