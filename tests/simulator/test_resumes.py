@@ -6,7 +6,7 @@ from typing import Any  # what the product gives
 import pytest
 
 from tandem.core.router.messages import DispatchPair, Forward, RouterCommand
-from tandem.server.api import app, telling
+from tandem.server.api import generation_request, telling
 from tandem.server.router.metrics import RouterMetrics
 from tandem.simulator.actors import gateway, upstream_calls
 from tandem.simulator.hunt import run_seed
@@ -61,7 +61,7 @@ def test_a_stream_that_goes_on_at_another_token_is_noticed(
 def test_bytes_of_whole_clusters_go_on_with_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     resumed = 0
     num_choices: dict[int, set[int]] = {seed: set() for seed in WHOLE_SEEDS}
-    see, goes_on = RouterMetrics.see, app.goes_on
+    see, goes_on = RouterMetrics.see, generation_request.goes_on
 
     def counted(self: RouterMetrics, command: RouterCommand) -> None:
         nonlocal resumed
@@ -74,7 +74,7 @@ def test_bytes_of_whole_clusters_go_on_with_the_right_tokens(monkeypatch: pytest
         return found
 
     monkeypatch.setattr(RouterMetrics, "see", counted)
-    monkeypatch.setattr(app, "goes_on", asked)
+    monkeypatch.setattr(generation_request, "goes_on", asked)
     for seed in WHOLE_SEEDS:
         found = world.run_seed(seed)
         assert (found.invariant, found.detail) == ("", "")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from api_fakes import END, Script, World, ids, says, tokenizer, world
 
-from tandem.server.api import app
+from tandem.server.api import generation_request
 from tandem.server.api.bounds import LOOP_CHARS, LOOP_IDS, LOOP_SCORES, MAX_SAMPLES, MAX_TEXT_CHARS
 from tandem.server.api.generate import GenerateReply
 from tandem.server.api.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def on_loop(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     watch(Tokenizer, "encode", lambda self, text: len(text))
     watch(Tokenizer, "decode", lambda self, row: len(row))
-    watch(app, "submission", lambda ask, *_: len(ask.prompt.tokens))
+    watch(generation_request, "submission", lambda ask, *_: len(ask.prompt.tokens))
     watch(GenerateReply, "whole", lambda self, samples: sum(len(sample.tokens) for sample in samples))
     return done
 

@@ -16,7 +16,7 @@ from tandem.core.request import Request
 from tandem.core.values import SECOND, Cause, Nanos, RequestId
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
-from tandem.server.api import app, bounds, openai
+from tandem.server.api import app, bounds, generation_request, openai
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Refusal
 from tandem.server.api.node_link import NodeLink
@@ -66,7 +66,7 @@ def test_no_priority_is_no_mistake(priority: int | None) -> None:
 
 def test_what_no_check_has_found_still_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number that slips through all checks is met when the message is encoded: before anything is registered."""
-    made = app.submission
+    made = generation_request.submission
 
     def submission(ask: Any, request: RequestId, *rest: Any) -> wire.Submit:
         submit = made(ask, request, *rest)
@@ -75,7 +75,7 @@ def test_what_no_check_has_found_still_leaves_nothing_behind(monkeypatch: pytest
         unfit = msgspec.structs.replace(submit.request, priority=TOO_LARGE)
         return msgspec.structs.replace(submit, request=unfit)
 
-    monkeypatch.setattr(app, "submission", submission)
+    monkeypatch.setattr(generation_request, "submission", submission)
     w = world()
     assert posted(w, {"prompt": ["x", "y", "z"], "rid": "mine"}).status_code == 500
     assert_nothing_is_left(w)

@@ -8,7 +8,7 @@ from api_fakes import ids, load_tokenizer, says, world
 from tandem.core.values import SECOND, RequestId
 from tandem.pagehash import hash_of
 from tandem.server import wire
-from tandem.server.api import app
+from tandem.server.api import generation_request
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import SampleRequest
@@ -274,12 +274,12 @@ def test_the_deadline_bounds_tokenization(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_deadline_that_passes_while_a_request_is_read_says_how_long_that_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = app.submission
+    made = generation_request.submission
 
     def late(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: ModelLimits) -> wire.Submit:
         return made(ask, request, arrival_ns - 2 * SECOND, limits)
 
-    monkeypatch.setattr(app, "submission", late)
+    monkeypatch.setattr(generation_request, "submission", late)
     with world().http() as http:
         response = http.post("/v1/completions", json={"prompt": "x", "timeout": 1})
     error = response.json()["error"]

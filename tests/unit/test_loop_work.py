@@ -26,8 +26,7 @@ from starlette.routing import Route
 
 from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.settings import Role
-from tandem.server.api import app as api_app
-from tandem.server.api import bootstrap, generate, large_body, messages, openai, vectors
+from tandem.server.api import bootstrap, generate, generation_request, large_body, messages, openai, vectors
 from tandem.server.api.body import DETOKENIZE_PATHS, TOKENIZE_PATHS, VECTOR_PATHS, ChatBody
 from tandem.server.api.bounds import (
     LOOP_BYTES,
@@ -117,9 +116,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> LoopWork:
     watch(Tokenizer, "decode", "detokenize", lambda _text, _self, row: len(row))
     watch(Tokenizer, "token_names", "detokenize", lambda _names, _self, row: len(row))
     watch(Tokenizer, "encode_here", "tokenize", lambda _encoding, _self, one, other: len(one) + len(other))
-    watch(api_app, "submission", "submit", lambda _, ask, *_rest: len(ask.prompt.tokens))
-    watch(api_app, "submission", "samples", lambda *_: 1)
-    watch(api_app, "ask_all", "samples", lambda asks, *_: len(asks))
+    watch(generation_request, "submission", "submit", lambda _, ask, *_rest: len(ask.prompt.tokens))
+    watch(generation_request, "submission", "samples", lambda *_: 1)
+    watch(generation_request, "ask_all", "samples", lambda asks, *_: len(asks))
     watch(generate, "native_params", "samples", lambda *_: 1)
     watch(vectors.VectorReply, "whole", "write", lambda _, _self, samples: sum(len(it.vector) // 32 for it in samples))
     for reply in (openai.ChatReply, openai.CompletionReply, generate.GenerateReply, messages.MessagesReply):

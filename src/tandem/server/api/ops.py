@@ -29,13 +29,13 @@ from tandem.server.api.client import NodeClient
 from tandem.server.api.endpoint_parts import error_response, read_body
 from tandem.server.api.errors import Failure, Problem, Refusal, failure_of, invalid
 from tandem.server.api.large_body import decode_anywhere
-from tandem.server.api.limits import ModelLimits, Task
+from tandem.server.api.limits import Task
 from tandem.server.api.live_requests import LOADING, LiveRank
 from tandem.server.api.model_facts import ModelFacts
 from tandem.server.api.openapi import openapi_document
 from tandem.server.api.probe import SharedProbe
+from tandem.server.api.served_model import ServedModel
 from tandem.server.api.tenant import tenant_of
-from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (
     GenerationParams,
     PeerParams,
@@ -65,15 +65,14 @@ class Ops:
         config: ServerConfig,
         client: NodeClient,
         model: ModelFacts,
-        limits: ModelLimits,
-        tokenizer: Tokenizer,
+        served: ServedModel,
         exporter: Exporter,
     ) -> None:
         self._config = config
         self._client = client
         self._model = model
-        self._limits = limits
-        self._tokenizer = tokenizer
+        self._served = served
+        self._limits = served.limits
         self._exporter = exporter
         self._created = int(time.time())
         self._probe = SharedProbe(self._generate_one, interval_ns=PROBE_NS)
@@ -134,7 +133,7 @@ class Ops:
     async def _generate_one(self) -> float | Failure:
         """Seconds until the token, or the vector, was there, or why it never came."""
         started_ns = time.monotonic_ns()
-        ask = probe(self._tokenizer, self._limits)
+        ask = probe(self._served)
         submit = submission(ask, self._client.next_request_id(), started_ns, self._limits)
         with self._client.running([submit], [ask.names], is_canary=True) as generation:
             live = generation.lives[0]
@@ -213,7 +212,7 @@ class Ops:
                 "model_type": self._model.model_type,
                 "context_length": self._model.context_length,
                 "vocab_size": self._model.vocab_size,
-                "has_chat_template": "default" in self._tokenizer.templates,
+                "has_chat_template": "default" in self._served.tokenizer.templates,
             }
         )
 
@@ -412,10 +411,11 @@ def check_model(name: str | None, config: ServerConfig) -> None:
         raise Refusal(Problem.MODEL_NOT_FOUND, detail, param="model")
 
 
-def probe(tokenizer: Tokenizer, limits: ModelLimits) -> SampleRequest:
+def probe(served: ServedModel) -> SampleRequest:
     """A prompt of one token that wants one token, or its vector."""
     sampling = SamplingParams(temperature=0.0)
-    prompt = Prompt(tokenizer.encode("1", add_special_tokens=False)[:1] or [0])
+    limits = served.limits
+    prompt = Prompt(served.tokenizer.encode("1", add_special_tokens=False)[:1] or [0])
     rid = f"health-{uuid.uuid4().hex}"
     vector = None if limits.task is Task.TOKENS else VectorParams()
     params = GenerationParams(sampling, None, 1, 1, (), False, True, vector)

@@ -24,8 +24,8 @@ from tandem.server.api.resume import (
     encode_frame,
     pieces_in,
 )
+from tandem.server.api.served_model import ServedModel
 from tandem.server.api.text import TextStream
-from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import SampleRequest, digest_of
 
 
@@ -122,15 +122,14 @@ def goes_on(
     asks: Sequence[SampleRequest],
     resume: Resume,
     text_of: Callable[[SampleRequest], TextStream],
-    tokenizer: Tokenizer,
-    limits: ModelLimits,
+    served: ServedModel,
 ) -> Resumed:
     """What is left of a stream that was begun elsewhere. In any thread; raises `Refusal`.
 
     text_of: a fresh one of a sample.
     """
-    digests = [digest_of(ask.prompt.tokens, ask.sampling, limits) for ask in asks]
-    proofs = Proofs(limits.keys.digests, resume.opening, digests)
+    digests = [digest_of(ask.prompt.tokens, ask.sampling, served.limits) for ask in asks]
+    proofs = Proofs(served.limits.keys.digests, resume.opening, digests)
     if not hmac.compare_digest(proofs.add(resume.said), resume.proof):
         raise not_ours()
     pieces, said = pieces_in(resume.said), dict[int, Said]()
@@ -148,7 +147,7 @@ def goes_on(
         if one is not None and one.ends is None:
             if len(one.tokens) > ask.max_new_tokens:
                 raise not_ours()
-            one = structs.replace(one, ends=end_of(ask, one.tokens, text_of(ask), tokenizer, limits))
+            one = structs.replace(one, ends=end_of(ask, one.tokens, text_of(ask), served))
         rest.append(structs.replace(ask, said=one))
     return Resumed(rest, pieces, proofs)
 
@@ -157,17 +156,15 @@ def not_ours() -> Refusal:
     return invalid(FIELD, "is no stream of this cluster for this request")
 
 
-def end_of(
-    ask: SampleRequest, tokens: Sequence[int], text: TextStream, tokenizer: Tokenizer, limits: ModelLimits
-) -> FinishReason | None:
+def end_of(ask: SampleRequest, tokens: Sequence[int], text: TextStream, served: ServedModel) -> FinishReason | None:
     """Why nothing follows these tokens: who has said them was lost before it said so. None: something does."""
     text.feed(tokens)
     if text.matched is not None or text.holds_stop_token:
         return FinishReason.STOP
     if ask.sampling.grammar:
-        vocabulary = tokenizer.opened_vocabulary or tokenizer.open_vocabulary()
+        vocabulary = served.tokenizer.opened_vocabulary or served.tokenizer.open_vocabulary()
         matcher = vocabulary.matcher(
-            ask.sampling.grammar, eos_ids=limits.eos_token_ids, ignores_eos=ask.sampling.ignore_eos
+            ask.sampling.grammar, eos_ids=served.limits.eos_token_ids, ignores_eos=ask.sampling.ignore_eos
         )
         matcher.restart(tokens)
         if matcher.is_finished:
