@@ -37,11 +37,12 @@ from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cors import cors
 from tandem.server.api.debug_page import DebugPage
+from tandem.server.api.edge import Edge
 from tandem.server.api.endpoint_parts import error_response, not_served, on_disconnect, read_body
 from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
 from tandem.server.api.faults import FaultsPage
 from tandem.server.api.generate import GenerateReply, read_native
-from tandem.server.api.generation_request import Answered, Edge, GenerationRequest
+from tandem.server.api.generation_request import Answered, GenerationRequest
 from tandem.server.api.http_counting import CountingMiddleware
 from tandem.server.api.large_body import decode_both
 from tandem.server.api.limits import Task

@@ -18,8 +18,9 @@ from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_LOGPROB_IDS, 
 from tandem.server.api.errors import invalid
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
+from tandem.server.api.sample import Sample
 from tandem.server.api.served_model import ServedModel
-from tandem.server.api.stream import Reply, Sample
+from tandem.server.api.stream import Reply
 from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (

@@ -15,15 +15,12 @@ from typing import Generic, TypeVar
 from msgspec import Struct, structs
 from starlette.requests import Request
 
-from tandem.config import ServerConfig
 from tandem.core.values import SECOND, Cause, RequestId
-from tandem.metrics.log import RequestLog
-from tandem.metrics.request_stats import RequestStats
-from tandem.server.api.allowed_hosts import AllowedHosts
 from tandem.server.api.body import ChatBody, Routing, decode_body
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_IDS, LOOP_SAMPLES
-from tandem.server.api.client import NodeClient, raise_if
+from tandem.server.api.client import raise_if
 from tandem.server.api.detokenizer import detokenizer
+from tandem.server.api.edge import Edge
 from tandem.server.api.endpoint_parts import Found, read_body, within
 from tandem.server.api.errors import Failure, Refusal
 from tandem.server.api.kv_transfer_params import (
@@ -59,24 +56,11 @@ from tandem.server.api.validation import (
     submission,
     time_of,
 )
-from tandem.server.tracing import Span, Tracing, ending_with_errors
+from tandem.server.tracing import Span, ending_with_errors
 
 Body = TypeVar("Body", bound=Struct)
 # The last: bytes of the body, by which a reader knows what is too much for the loop.
 Reader = Callable[[Body, Routing, ServedModel, int], Awaitable[Asked]]
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """What all requests of a server share."""
-
-    config: ServerConfig
-    client: NodeClient
-    served: ServedModel
-    hosts: AllowedHosts
-    stats: RequestStats
-    log: RequestLog
-    tracing: Tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +148,19 @@ class GenerationRequest(Generic[Body]):
             answer = prefill_answer(routing, asks, host, limits, model=model, is_chat=is_chat)
         may_differ = limits.role == "prefill" and any(ask.prompt.rendered_at for ask in asks)
         return TokenResponse(
-            client=edge.client,
+            edge=edge,
+            span=span,
             prepared=prepared,
             arrival_ns=request.state.arrival_ns,
-            reply=await off_loop(size, LOOP_BYTES, self.reply, Answered(body, routing, asks, made_at, model)),
-            is_streamed=bool(routing.stream),
-            is_prefill=limits.role == "prefill",
-            renderer=Renderer(edge.client, limits, prompts_at) if may_differ else None,
             endpoint=request.scope["path"],
             request_id=request.state.request_id,
-            stats=edge.stats,
-            log=edge.log,
-            span=span,
             model=model,
+            is_streamed=bool(routing.stream),
+            reply=await off_loop(size, LOOP_BYTES, self.reply, Answered(body, routing, asks, made_at, model)),
+            renderer=Renderer(edge.client, limits, prompts_at) if may_differ else None,
             teller=self._teller(routing, prepared, made_at, resumed),
-            hands_over=answer,
             said=() if resumed is None else resumed.pieces,
+            hands_over=answer,
         )
 
     async def _release(self, why: str) -> None:

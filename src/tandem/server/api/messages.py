@@ -21,8 +21,9 @@ from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.foreign_fields import NOTHING, Foreign
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import has_more_than_text, read_chat
+from tandem.server.api.sample import Sample
 from tandem.server.api.served_model import ServedModel
-from tandem.server.api.stream import Reply, Sample
+from tandem.server.api.stream import Reply
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 from tandem.server.api.validation import Asked
 

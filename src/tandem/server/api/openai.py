@@ -19,8 +19,9 @@ from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, flat_message
 from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
+from tandem.server.api.sample import Sample
 from tandem.server.api.served_model import ServedModel
-from tandem.server.api.stream import Reply, Sample
+from tandem.server.api.stream import Reply
 from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import RenderedChat, Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text

@@ -22,7 +22,8 @@ from tandem.server.api.chat_form import AnswerForm, AnswerSplitter
 from tandem.server.api.errors import Failure
 from tandem.server.api.responses import SEALED_THOUGHTS, ResponsesBody, names_by_full_name, sealed
 from tandem.server.api.resume import made_name
-from tandem.server.api.stream import Reply, Sample
+from tandem.server.api.sample import Sample
+from tandem.server.api.stream import Reply
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 
 encode = msgspec.json.Encoder().encode

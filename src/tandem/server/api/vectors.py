@@ -20,8 +20,9 @@ from tandem.server.api.errors import Refusal, invalid
 from tandem.server.api.limits import ModelLimits, Task
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.openai import prompt_items
+from tandem.server.api.sample import Sample
 from tandem.server.api.served_model import ServedModel
-from tandem.server.api.stream import Reply, Sample
+from tandem.server.api.stream import Reply
 from tandem.server.api.validation import Asked, GenerationParams, Prompt, check_ids, read_text, too_long
 
 encode = msgspec.json.Encoder().encode
