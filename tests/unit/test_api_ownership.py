@@ -16,7 +16,7 @@ from tandem.core.request import Request
 from tandem.core.values import SECOND, Cause, Nanos, RequestId
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
-from tandem.server.api import app, bounds, generation_request, openai
+from tandem.server.api import app, bounds, generation_request, openai_reply
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Refusal
 from tandem.server.api.node_link import NodeLink
@@ -139,7 +139,7 @@ def test_the_prompt_tokens_of_all_samples_together_are_bounded(monkeypatch: pyte
 # after it was submitted
 
 
-class Broken(openai.CompletionReply):
+class Broken(openai_reply.CompletionReply):
     """Raises in one of its methods, which is a bug of ours."""
 
     method = ""

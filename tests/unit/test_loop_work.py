@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.settings import Role
-from tandem.server.api import bootstrap, generate, generation_request, large_body, messages, openai, vectors
+from tandem.server.api import bootstrap, generate, generation_request, large_body, messages, openai_reply, vectors
 from tandem.server.api.body import DETOKENIZE_PATHS, TOKENIZE_PATHS, VECTOR_PATHS, ChatBody
 from tandem.server.api.bounds import (
     LOOP_BYTES,
@@ -109,7 +109,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> LoopWork:
     watch = partial(found.watch, monkeypatch)
     watch(msgspec.json, "decode", "json", lambda _, raw: len(raw))
     watch(msgspec.json, "encode", "json", lambda raw, _: len(raw))
-    for module in (openai, generate, messages, vectors):
+    for module in (openai_reply, generate, messages, vectors):
         watch(module, "encode", "json", lambda raw, _: len(raw))
     watch(Tokenizer, "render_chat", "render", lambda chat, *_: len(chat.text))
     watch(Tokenizer, "encode", "tokenize", lambda _ids, _self, text: len(text))
@@ -121,9 +121,10 @@ def work(monkeypatch: pytest.MonkeyPatch) -> LoopWork:
     watch(generation_request, "ask_all", "samples", lambda asks, *_: len(asks))
     watch(generate, "native_params", "samples", lambda *_: 1)
     watch(vectors.VectorReply, "whole", "write", lambda _, _self, samples: sum(len(it.vector) // 32 for it in samples))
-    for reply in (openai.ChatReply, openai.CompletionReply, generate.GenerateReply, messages.MessagesReply):
+    for reply in (openai_reply.ChatReply, openai_reply.CompletionReply, generate.GenerateReply, messages.MessagesReply):
         watch(reply, "whole", "write", lambda _, _self, samples: sum(map(num_scores, samples)))
-        for name in ("delta", "end") if reply is openai.CompletionReply else ("delta",):  # others end with a delta
+        names = ("delta", "end") if reply is openai_reply.CompletionReply else ("delta",)  # others end with a delta
+        for name in names:
             watch(reply, name, "write", lambda _, _self, sample, _text, start: num_scores(sample, start))
     return found
 

@@ -49,7 +49,8 @@ from tandem.server.api.limits import Task
 from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, read_messages
 from tandem.server.api.model_facts import ModelFacts, limits_of
 from tandem.server.api.off_loop import off_loop
-from tandem.server.api.openai import ChatReply, CompletionReply, Shape, count_tokens, read_chat, read_completion
+from tandem.server.api.openai import count_tokens, read_chat, read_completion
+from tandem.server.api.openai_reply import ChatReply, CompletionReply, Shape
 from tandem.server.api.ops import Ops, check_model, json_response
 from tandem.server.api.response_store import PendingResponse, ResponsePages, ResponseStore, owner_of
 from tandem.server.api.responses import ResponsesBody, count_input, read_responses, without_items
