@@ -122,13 +122,13 @@ def test_before_the_node_is_ready_everything_is_a_503() -> None:
 def test_a_live_rid_is_refused_and_free_again_afterwards() -> None:
     async def story(w: World, http: httpx.AsyncClient) -> None:
         first = asyncio.create_task(http.post("/generate", json={"text": "x", "rid": "r"}))
-        await until(lambda: w.client.is_named("r"))
+        await until(lambda: w.client.num_live == 1)
         second = await http.post("/generate", json={"text": "x", "rid": "r"})
         assert (second.status_code, second.json()["error"]["code"]) == (409, "duplicate_rid")
         aborted = await http.post("/abort_request", json={"rid": "r"})
         assert aborted.json() == {"aborted": 1}
         assert (await first).status_code == RULES[Cause.ABORTED].status
-        assert not w.client.is_named("r")
+        assert w.client.abort_named("r") == 0
         assert len(w.node.submits) == 1
 
     run(story, world(silent()))

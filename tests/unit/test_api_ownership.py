@@ -88,7 +88,7 @@ def test_the_bytes_of_a_request_go_to_the_node_whole_or_not_at_all() -> None:
             with pytest.raises(OverflowError), client.running([good, unfit], [("a",), ("b",)]):
                 raise AssertionError("nothing runs")
             assert received() == []
-            assert (client.num_live, client.is_named("a")) == (0, False)
+            assert (client.num_live, client.abort_named("a")) == (0, 0)
             with client.running([good, submit(2)], [("a",), ("b",)]):
                 assert received() == [wire.SubmitAll((good, submit(2)))]
             assert received() == [events.AbortRequested(RequestId(1)), events.AbortRequested(RequestId(2))]

@@ -181,7 +181,7 @@ def test_samples_that_one_rank_cannot_take_are_run_by_none() -> None:
         assert first.sent == [*aborted, *declined[:2]]
         assert second.sent == declined[2:], "each room is declined where it would have been"
         assert (ranks.client.num_live, ranks.loads) == (0, [(0, 0), (0, 0)])
-        assert not ranks.client.is_named("r1")
+        assert ranks.client.abort_named("r1") == 0
         second.refusal = None
         assert await ranks_for(ranks, submit(5), submit(6)) == [0, 1]
 
@@ -214,7 +214,7 @@ def test_the_loss_of_one_rank_ends_its_requests_only() -> None:
             assert ended.request.id == 2
             assert isinstance(ended.ended, commands.FailRequest)
             assert (ended.ended.cause, ended.ended.detail) == (Cause.WORKER_LOST, "node: a bug")
-            assert ranks.client.is_ready
+            ranks.client.check_acceptable()
             assert (ranks.client.num_live, ranks.loads) == (2, [(2, 6), (0, 0)])
             assert await ranks.ask(submit(4)) == [0]
             with pytest.raises(Refusal, match="routed_dp_rank 1 is not active"):

@@ -137,7 +137,7 @@ def test_a_rank_that_is_lost_is_started_anew_and_the_others_are_left_alone() -> 
         await server.starts(1, 2)
         assert len(server.lives[0]) == 1
         assert [rank.dp_rank for rank in server.api._client.there] == [0]
-        assert server.api._client.is_ready
+        server.api._client.check_acceptable()
         server.ready(1)
         await until(lambda: not server.api._restarts)
         assert [rank.dp_rank for rank in server.api._client.there] == [0, 1]
@@ -384,7 +384,7 @@ def test_a_rank_that_is_lost_while_the_server_drains_is_not_started_anew() -> No
         client = server.api._client
         with client.running([wire.Submit.of(REQUEST, PAYLOAD)], [("r",)], routed=[0]) as generation:
             server.api._signalled()
-            await until(lambda: client.is_draining)
+            await until(lambda: client._requests.is_draining)
             server.dies(1)
             await until(lambda: client.ranks[1].node is None)
             await until(lambda: server.api._restarts[1].task.done())

@@ -120,7 +120,7 @@ def test_a_prefill_is_registered_while_it_drains_and_no_more_when_it_has() -> No
         assert await server.seen() == (200, 200)
         with server.process._client.running([wire.Submit.of(REQUEST, PAYLOAD)], [("r",)]):
             server.process._signalled()
-            await until(lambda: server.process._client.is_draining)
+            await until(lambda: server.process._client._requests.is_draining)
             assert await server.seen() == (503, 200), "decode still has to find it for what runs"
             server.child.lingers = True
             server.say(FailRequest(REQUEST.id, Cause.ABORTED, "window"))

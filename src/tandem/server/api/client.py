@@ -158,14 +158,6 @@ class NodeClient:
         return self._requests.has_started
 
     @property
-    def is_draining(self) -> bool:
-        return self._requests.is_draining
-
-    @property
-    def is_ready(self) -> bool:
-        return self._requests.is_ready
-
-    @property
     def is_healthy(self) -> bool:
         return self._requests.is_healthy
 
@@ -181,10 +173,6 @@ class NodeClient:
 
     def next_request_id(self) -> RequestId:
         return self._requests.next_id()
-
-    def is_named(self, rid: str) -> bool:
-        """Whether a request with this rid is live."""
-        return self._requests.is_named(rid)
 
     def check_acceptable(self) -> None:
         """Raises `Refusal` while nothing can be accepted."""

@@ -199,20 +199,13 @@ class LiveRequests:
         return len(self._live)
 
     @property
-    def is_ready(self) -> bool:
-        return self.has_started and any(rank.is_there for rank in self.ranks) and not self.is_draining
-
-    @property
     def is_healthy(self) -> bool:
-        return self.is_ready and self.is_any_active
+        return self.unacceptable() is None and self.is_any_active
 
     @property
     def is_any_active(self) -> bool:
         """In some rank all processes make progress, whether requests are accepted or not."""
         return any(rank.is_active for rank in self.ranks)
-
-    def is_named(self, name: str) -> bool:
-        return name in self._named
 
     def absence(self) -> Failure | None:
         """Why nobody can be asked: no rank is there, or at the start one is missing."""
