@@ -4,7 +4,7 @@ import pytest
 
 from tandem.server.api.client import Live
 from tandem.server.api.rendering import Renderer
-from tandem.server.api.validation import SampleRequest
+from tandem.server.api.sample_requests import SampleRequest
 from tandem.simulator.whole.options import draw_options
 from tandem.simulator.whole.templates import CLOCK, NONE
 from tandem.simulator.whole.world import run_seed

@@ -129,7 +129,7 @@ def test_samples_that_would_fill_the_channel_to_the_worker_are_refused(monkeypat
 
 
 def test_the_prompt_tokens_of_all_samples_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.server.api.validation.MAX_SUBMITTED_TOKENS", 20)
+    monkeypatch.setattr("tandem.server.api.sample_requests.MAX_SUBMITTED_TOKENS", 20)
     w = world()
     response = posted(w, {"prompt": ["x" * 4, "y"], "n": 5})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "n")

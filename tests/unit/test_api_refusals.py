@@ -10,8 +10,8 @@ from tandem.pagehash import hash_of
 from tandem.server import wire
 from tandem.server.api import generation_request
 from tandem.server.api.limits import ModelLimits, Task
+from tandem.server.api.sample_requests import SampleRequest
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import SampleRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 BAD_CHATS = [

@@ -10,7 +10,7 @@ from tandem.core.router.pairing import PREFILL_RANK, rank_fields
 from tandem.server.api.body import Routing, decode_body
 from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import Refusal
-from tandem.server.api.validation import check_timeout
+from tandem.server.api.sample_requests import check_timeout
 from tandem.server.router.generate import check_prompts, read_object, timeout_seconds
 from tandem.server.router.shell import encode_rest, with_fields
 

@@ -37,7 +37,7 @@ from tandem.server.api.cluster_auth import CHALLENGE_HEADER, CHALLENGE_PATH, Wri
 from tandem.server.api.endpoint_parts import error_response, not_served, on_disconnect, request_id_of
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.off_loop import off_loop
-from tandem.server.api.validation import check_room
+from tandem.server.api.sample_requests import check_room
 from tandem.server.documents import AGE_HEADER, PREFILL_HEADER, BadDocument, one_line, read_document, read_replica
 
 REFUSAL_LOG_NS = 10 * SECOND  # between two log lines about refused writes

@@ -2,7 +2,8 @@
 
 The types stand in `body.py`, so a value is checked while it is decoded and the OpenAPI document shows the bound. A
 field without one does not exist: a test walks all bodies. What a type cannot say (token ids of this model, the room
-in its context, fields that need one another) is checked in `validation.py`, before anything is reserved.
+in its context, fields that need one another) is checked in `validation.py` and `sample_requests.py`, before anything is
+reserved.
 
 Why every integer has one: MessagePack carries 64 bits. A larger number would be met only when a request is already on
 its way to the node.

@@ -38,6 +38,15 @@ from tandem.server.api.off_loop import off_loop
 from tandem.server.api.ops import check_model
 from tandem.server.api.rendering import Renderer
 from tandem.server.api.resume import ASKS, Opening, Proofs, Resume, Resuming
+from tandem.server.api.sample_requests import (
+    SampleRequest,
+    ask_all,
+    check_timeout,
+    follow_gateway,
+    priority_of,
+    submission,
+    time_of,
+)
 from tandem.server.api.served_model import ServedModel
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
 from tandem.server.api.telling import Resumed, Teller, can_tell, goes_on
@@ -46,15 +55,8 @@ from tandem.server.api.text import TextStream
 from tandem.server.api.validation import (
     Asked,
     Prompt,
-    SampleRequest,
-    ask_all,
     beyond,
     check_task,
-    check_timeout,
-    follow_gateway,
-    priority_of,
-    submission,
-    time_of,
 )
 from tandem.server.tracing import Span, ending_with_errors
 

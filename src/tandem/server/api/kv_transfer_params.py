@@ -25,7 +25,7 @@ from tandem.server.api.body import ChatBody, CompletionBody, Routing, decode_bod
 from tandem.server.api.bounds import MAX_ROOM, Int
 from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.limits import ModelLimits
-from tandem.server.api.validation import SampleRequest, check_port, check_room
+from tandem.server.api.sample_requests import SampleRequest, check_port, check_room
 
 FIELD = "kv_transfer_params"
 NAME = f'"{FIELD}"'.encode()

@@ -15,6 +15,7 @@ from tandem.server.api.chat_form import AnswerForm, flat_message
 from tandem.server.api.errors import contradiction, invalid
 from tandem.server.api.limits import ModelLimits
 from tandem.server.api.off_loop import in_turns, off_loop
+from tandem.server.api.sample_requests import time_of
 from tandem.server.api.served_model import ServedModel
 from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import RenderedChat, Tokenizer
@@ -27,7 +28,6 @@ from tandem.server.api.validation import (
     check_prompt,
     check_prompts,
     read_text,
-    time_of,
 )
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's

@@ -34,15 +34,10 @@ from tandem.server.api.live_requests import LOADING, LiveRank
 from tandem.server.api.model_facts import ModelFacts
 from tandem.server.api.openapi import openapi_document
 from tandem.server.api.probe import SharedProbe
+from tandem.server.api.sample_requests import PeerParams, SampleRequest, submission
 from tandem.server.api.served_model import ServedModel
 from tandem.server.api.tenant import tenant_of
-from tandem.server.api.validation import (
-    GenerationParams,
-    PeerParams,
-    Prompt,
-    SampleRequest,
-    submission,
-)
+from tandem.server.api.validation import GenerationParams, Prompt
 
 HEALTH_NS = 20 * SECOND
 PROBE_NS = SECOND  # between the starts of two probes of the engine

@@ -15,7 +15,8 @@ from tandem.core.values import SECOND, Cause
 from tandem.server.api.client import Live, NodeClient
 from tandem.server.api.errors import Refusal
 from tandem.server.api.limits import ModelLimits
-from tandem.server.api.validation import Prompt, SampleRequest, submission
+from tandem.server.api.sample_requests import SampleRequest, submission
+from tandem.server.api.validation import Prompt
 
 
 class Renderer:

@@ -13,8 +13,8 @@ from tandem.sampling import TokenScore, read_scores
 from tandem.server.api.client import Live
 from tandem.server.api.errors import Failure, failure_of
 from tandem.server.api.resume import Said
+from tandem.server.api.sample_requests import SampleRequest
 from tandem.server.api.text import TextStream
-from tandem.server.api.validation import SampleRequest
 
 decode_score = msgspec.msgpack.Decoder(TokenScore).decode
 

@@ -33,9 +33,9 @@ from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.rendering import Renderer
 from tandem.server.api.resume import TELLS, Piece, PieceKind
 from tandem.server.api.sample import Sample
+from tandem.server.api.sample_requests import SampleRequest
 from tandem.server.api.telling import Teller
 from tandem.server.api.text import TextStream
-from tandem.server.api.validation import SampleRequest
 from tandem.server.request_spans import tell_spans
 from tandem.server.tracing import Span, ending_with_errors, response_headers
 

@@ -24,9 +24,9 @@ from tandem.server.api.resume import (
     encode_frame,
     pieces_in,
 )
+from tandem.server.api.sample_requests import SampleRequest, digest_of
 from tandem.server.api.served_model import ServedModel
 from tandem.server.api.text import TextStream
-from tandem.server.api.validation import SampleRequest, digest_of
 
 
 class ToldSample(Protocol):

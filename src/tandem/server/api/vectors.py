@@ -23,7 +23,14 @@ from tandem.server.api.openai import prompt_items
 from tandem.server.api.sample import Sample
 from tandem.server.api.served_model import ServedModel
 from tandem.server.api.stream import Reply
-from tandem.server.api.validation import Asked, GenerationParams, Prompt, check_ids, read_text, too_long
+from tandem.server.api.validation import (
+    Asked,
+    GenerationParams,
+    Prompt,
+    check_ids,
+    read_text,
+    too_long,
+)
 
 encode = msgspec.json.Encoder().encode
 

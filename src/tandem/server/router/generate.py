@@ -38,8 +38,8 @@ from tandem.server.api.errors import (
 from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.response_store import PendingResponse, ResponseStore, owner_of
+from tandem.server.api.sample_requests import check_timeout
 from tandem.server.api.tenant import given_key
-from tandem.server.api.validation import check_timeout
 from tandem.server.router.answer import Gone, StreamedAnswer, WholeAnswer, merge_input_logprobs
 from tandem.server.router.finished_response import LastEvent, keep_document, keep_event
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from tandem.sampling import SamplingParams
 from tandem.server.api.detokenizer import num_shared
-from tandem.server.api.validation import hashed
+from tandem.server.api.sample_requests import hashed
 from tandem.server.router.app import CONTROL_SECONDS
 from tandem.simulator.model import MASK, kv_content
 from tandem.simulator.whole.engine import EOS_TOKEN, LOGPROB, prompt_logprob, right_tokens, vector_of
