@@ -38,7 +38,7 @@ def ask(world: World, *, max_new_tokens: int = 4) -> None:
 
 def hang(world: World, what: Hang, *, duration_ns: int = 100 * SECOND) -> Life:
     """The life in which it hangs; with a batch under way where one is needed."""
-    world.harm.hang(NAME, what, duration_ns=duration_ns)
+    world.injector.hang(NAME, what, duration_ns=duration_ns)
     ask(world)
     life = world.replicas[NAME].life
     assert life is not None
@@ -91,7 +91,7 @@ def test_a_server_that_was_paused_as_a_whole_goes_on() -> None:
     world = a_world()
     life = world.replicas[NAME].life
     ask(world)
-    world.harm.pause(NAME, duration_ns=5 * TIMEOUT_NS)
+    world.injector.pause(NAME, duration_ns=5 * TIMEOUT_NS)
     run_for(world, 10 * TIMEOUT_NS)
     assert world.replicas[NAME].life is life
     assert world.watchdogs.num_recovered == 0
@@ -101,7 +101,7 @@ def test_a_pause_is_no_part_of_the_time_in_which_something_hangs() -> None:
     world = a_world()
     life = hang(world, Hang.WORKER, duration_ns=100 * TIMEOUT_NS)
     run_for(world, SICK_TICKS * TICK_NS)
-    world.harm.pause(NAME, duration_ns=5 * TIMEOUT_NS)
+    world.injector.pause(NAME, duration_ns=5 * TIMEOUT_NS)
     run_for(world, 5 * TIMEOUT_NS)
     assert life.is_alive
     ticks_until(world, lambda: not life.is_alive)
@@ -117,7 +117,7 @@ def test_a_server_without_requests_is_not_taken_for_one_that_hangs() -> None:
 
 def test_an_idle_server_whose_worker_hangs_is_found_too() -> None:
     world = a_world()
-    world.harm.hang(NAME, Hang.WORKER, duration_ns=100 * SECOND)
+    world.injector.hang(NAME, Hang.WORKER, duration_ns=100 * SECOND)
     ticks_until(world, lambda: bool(world.watchdogs.fired))
     assert dict(world.watchdogs.fired) == {"worker": 1}
 
@@ -148,7 +148,7 @@ def test_healing_ends_what_hangs() -> None:
     life = hang(world, Hang.BATCH)
     run_for(world, TICK_NS)
     world.num_planned += 1
-    world.harm.heal()
+    world.injector.heal()
     run_for(world, 2 * TIMEOUT_NS)
     assert world.replicas[NAME].life is life
     assert life.vitals.hang is None
@@ -201,7 +201,7 @@ def test_a_worker_that_hangs_again_a_moment_after_it_went_on_is_counted_anew() -
     life = hang(world, Hang.WORKER, duration_ns=15 * TICK_NS // 2)
     run_for(world, 15 * TICK_NS // 2 + MILLISECOND)
     assert life.vitals.hang is None
-    world.harm.hang(NAME, Hang.WORKER, duration_ns=12 * TICK_NS)
+    world.injector.hang(NAME, Hang.WORKER, duration_ns=12 * TICK_NS)
     run_for(world, 20 * TICK_NS)
     assert life.vitals.num_hangs == 2
     assert is_healthy(world)

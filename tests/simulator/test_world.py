@@ -87,8 +87,8 @@ def test_a_client_of_the_router_gets_its_tokens() -> None:
 def test_a_prefill_that_dies_before_the_first_token_is_replaced() -> None:
     world = a_world()
     ask(world)
-    world.harm.crash("prefill-0", down_ns=100 * SECOND)
-    world.harm.crash("decode-0", down_ns=100 * SECOND)
+    world.injector.crash("prefill-0", down_ns=100 * SECOND)
+    world.injector.crash("decode-0", down_ns=100 * SECOND)
     assert outcome(world) == "finished"
 
 
@@ -96,7 +96,7 @@ def test_clients_of_a_router_that_dies_hear_it() -> None:
     world = a_world()
     ask(world)
     (caller,) = world.gateways["router-0"].callers.values()
-    world.harm.lose_gateway("router-0", down_ns=SECOND)
+    world.injector.lose_gateway("router-0", down_ns=SECOND)
     assert caller.outcome == "gateway lost"
 
 
@@ -104,7 +104,7 @@ def test_both_halves_are_let_go_when_the_router_dies() -> None:
     world = a_world()
     ask(world)
     world.run(world.clock.time + 1_000_000)
-    world.harm.lose_gateway("router-0", down_ns=SECOND)
+    world.injector.lose_gateway("router-0", down_ns=SECOND)
     world.run(world.clock.time + SECOND)
     assert world.edge.num_open == 0
 
@@ -112,7 +112,7 @@ def test_both_halves_are_let_go_when_the_router_dies() -> None:
 def test_a_prefill_is_not_found_until_all_of_its_ranks_have_registered() -> None:
     world = a_world(prefill_info=RANKS, num_prefills=1)
     server = world.servers["prefill-0"]
-    world.harm.lose_bootstrap("prefill-0", down_ns=0)
+    world.injector.lose_bootstrap("prefill-0", down_ns=0)
     server.ranks[1].life = None
     world.run(world.clock.time + SECOND)
     assert server.registry is not None
@@ -124,7 +124,7 @@ def test_a_prefill_is_not_found_until_all_of_its_ranks_have_registered() -> None
 
 def test_ranks_register_again_when_their_bootstrap_server_has_restarted() -> None:
     world = a_world(prefill_info=RANKS)
-    world.harm.lose_bootstrap("prefill-0", down_ns=SECOND)
+    world.injector.lose_bootstrap("prefill-0", down_ns=SECOND)
     assert not world.servers["prefill-0"].is_healthy
     world.run(world.clock.time + 2 * SECOND)
     assert world.servers["prefill-0"].is_healthy
@@ -134,10 +134,10 @@ def test_a_registration_under_way_does_not_overtake_that_of_the_next_life() -> N
     world = a_world(prefill_info=RANKS)
     rank = world.replicas["prefill-0/1"]
     world.bootstraps.register_ns = (SECOND, SECOND + 1)
-    world.harm.lose_bootstrap("prefill-0", down_ns=0)
+    world.injector.lose_bootstrap("prefill-0", down_ns=0)
     world.run(world.clock.time)
     world.bootstraps.register_ns = (0, 1)
-    world.harm.crash(rank.name, down_ns=0)
+    world.injector.crash(rank.name, down_ns=0)
     world.run(world.clock.time + 2 * SECOND)
     assert rank.life is not None
     assert registered(world, rank) == rank.life.incarnation
@@ -147,11 +147,11 @@ def test_a_life_that_has_ended_tries_no_more_to_register() -> None:
     world = a_world(prefill_info=RANKS)
     rank = world.replicas["prefill-0/1"]
     world.bootstraps.register_ns = (0, 1)
-    world.harm.lose_bootstrap("prefill-0", down_ns=SECOND)
+    world.injector.lose_bootstrap("prefill-0", down_ns=SECOND)
     assert rank.life is not None
     world.bootstraps.register(rank.life)
     world.run(world.clock.time + SECOND // 2)  # nobody heard it, so it is going to say it again
-    world.harm.crash("prefill-0", down_ns=0)
+    world.injector.crash("prefill-0", down_ns=0)
     world.run(world.clock.time + 2 * SECOND)
     assert registered(world, rank) == rank.life.incarnation
 
@@ -206,7 +206,7 @@ def test_a_dead_shard_takes_its_replica_with_it() -> None:
     cut = Cut(tp_size=2)
     settings = msgspec.structs.replace(SMALL, cut=cut)
     world = a_world(prefill=settings, decode=settings, num_shards=2)
-    world.harm.lose_shard("prefill-0", down_ns=SECOND)
+    world.injector.lose_shard("prefill-0", down_ns=SECOND)
     before = world.replicas["prefill-0"].epoch
     world.run(world.clock.time + 5 * SECOND)
     assert world.replicas["prefill-0"].epoch == before + 1
@@ -214,7 +214,7 @@ def test_a_dead_shard_takes_its_replica_with_it() -> None:
 
 def test_a_dead_rank_leaves_the_others_alive() -> None:
     world = a_world(prefill_info=RANKS)
-    world.harm.lose_shard("prefill-0/1", down_ns=SECOND)
+    world.injector.lose_shard("prefill-0/1", down_ns=SECOND)
     assert world.replicas["prefill-0/1"].life is None
     assert world.replicas["prefill-0/0"].life is not None
     assert world.servers["prefill-0"].is_up
@@ -223,7 +223,7 @@ def test_a_dead_rank_leaves_the_others_alive() -> None:
 def test_a_server_that_is_scaled_down_stays_away_and_the_last_one_does_not() -> None:
     world = a_world()
     for name in ("prefill-0", "prefill-1"):
-        world.harm.scale_down(name)
+        world.injector.scale_down(name)
     world.run(world.clock.time + 10 * SECOND)
     assert [server.is_gone for server in world.servers.values() if server.role is Role.PREFILL] == [True, False]
     assert world.servers["prefill-1"].is_up
@@ -255,7 +255,7 @@ def test_a_connection_that_is_back_in_time_is_told_to_both_ends_and_ends_nothing
     world = a_linked_world()
     heard = told(world, PeerReturned, PeerLost)
     ask(world)
-    world.harm.flicker("prefill-0", "decode-0", down_ns=RETURN_NS * 3 // 4)
+    world.injector.flicker("prefill-0", "decode-0", down_ns=RETURN_NS * 3 // 4)
     assert outcome(world) == "finished"
     expected = {
         "prefill-0": PeerReturned(Incarnation("decode-0", "1")),
@@ -269,7 +269,7 @@ def test_a_connection_that_is_back_in_time_is_told_to_both_ends_and_ends_nothing
 def test_a_connection_that_stays_away_is_a_lost_peer_on_both_ends() -> None:
     world = a_linked_world()
     heard = told(world, PeerReturned, PeerLost)
-    world.harm.flicker("prefill-0", "decode-0", down_ns=RETURN_NS + MILLISECOND)
+    world.injector.flicker("prefill-0", "decode-0", down_ns=RETURN_NS + MILLISECOND)
     world.run(world.clock.time + 10 * SECOND)
     expected = {
         "prefill-0": PeerLost(Incarnation("decode-0", "1")),
@@ -283,8 +283,8 @@ def test_a_connection_that_stays_away_is_a_lost_peer_on_both_ends() -> None:
 def test_a_life_that_ends_while_its_connection_is_broken_does_not_return() -> None:
     world = a_linked_world()
     heard = told(world, PeerReturned)
-    world.harm.flicker("prefill-0", "decode-0", down_ns=SECOND)
-    world.harm.crash("decode-0", down_ns=MILLISECOND)
+    world.injector.flicker("prefill-0", "decode-0", down_ns=SECOND)
+    world.injector.crash("decode-0", down_ns=MILLISECOND)
     world.run(world.clock.time + 10 * SECOND)
     assert heard == []
 
@@ -292,9 +292,9 @@ def test_a_life_that_ends_while_its_connection_is_broken_does_not_return() -> No
 def test_healing_brings_broken_connections_back() -> None:
     world = a_linked_world()
     heard = told(world, PeerReturned, PeerLost)
-    world.harm.flicker("prefill-0", "decode-0", down_ns=5 * SECOND)
+    world.injector.flicker("prefill-0", "decode-0", down_ns=5 * SECOND)
     world.num_planned += 1
-    world.harm.heal()
+    world.injector.heal()
     world.run(world.clock.time + 10 * SECOND)
     assert [type(event) for _, event in heard] == [PeerReturned, PeerReturned]
 
@@ -314,7 +314,7 @@ def test_healing_brings_a_connection_back_whose_reader_waits_for_a_longer_frame(
     world.run(world.clock.time + SECOND)
     assert heard == []
     world.num_planned += 1
-    world.harm.heal()
+    world.injector.heal()
     world.run(world.clock.time + SECOND)
     assert [type(event) for _, event in heard] == [PeerReturned, PeerReturned]
 
@@ -322,8 +322,8 @@ def test_healing_brings_a_connection_back_whose_reader_waits_for_a_longer_frame(
 def test_operators_reach_every_rank_of_a_server() -> None:
     world = a_world(prefill_info=RANKS)
     heard = told(world, FlushRequested, HooksChanged)
-    world.harm.flush("prefill-0")
-    world.harm.change_hooks("prefill-0", force_retry_prob=0.5)
+    world.injector.flush("prefill-0")
+    world.injector.change_hooks("prefill-0", force_retry_prob=0.5)
     world.run(world.clock.time + SECOND)
     for name in ("prefill-0/0", "prefill-0/1"):
         assert [event for told_to, event in heard if told_to == name] == [FlushRequested(), HooksChanged(0.5)]
@@ -349,7 +349,7 @@ def test_a_lost_rank_s_rooms_are_answered_by_another_one_and_its_clients_hear_wh
     while not server.halves:
         world.run(world.clock.time + MILLISECOND)
     (half,) = server.halves.values()
-    world.harm.crash(half.replica, down_ns=SECOND)
+    world.injector.crash(half.replica, down_ns=SECOND)
     other = next(rank.name for rank in server.ranks if rank.name != half.replica)
     assert isinstance(half.answer, FailRequest)
     assert half.answer.cause is Cause.WORKER_LOST
@@ -386,7 +386,7 @@ def test_the_client_of_a_node_that_hangs_hears_so_by_its_deadline() -> None:
     while not server.halves:
         world.run(world.clock.time + MILLISECOND)
     (half,) = server.halves.values()
-    world.harm.hang("unified-0", Hang.NODE, duration_ns=100 * SECOND)
+    world.injector.hang("unified-0", Hang.NODE, duration_ns=100 * SECOND)
     world.run(world.clock.time + 5 * SECOND)
     assert isinstance(half.answer, FailRequest)
     assert (half.answer.cause, half.terminal) == (Cause.DEADLINE_EXCEEDED, None)

@@ -157,7 +157,7 @@ class World:
     edge: Edge = field(init=False)
     direct: DirectClients = field(init=False)
     bootstraps: Bootstraps = field(init=False)
-    harm: FaultInjector = field(init=False)
+    injector: FaultInjector = field(init=False)
     http: Http = field(init=False)
     page_faults: DataPlaneFaults = field(init=False)
     network: Network = field(init=False)
@@ -192,8 +192,10 @@ class World:
         self.direct = DirectClients(self, self.options, Random(f"router {seed}"), self.random)
         self.bootstraps = Bootstraps(self, Random(f"bootstrap {seed}"), timing.look_up, timing.register)
         self.bootstraps.num_lanes = self.options.bootstrap_lanes
-        self.harm = FaultInjector(self, self.random, Random(f"hosts {seed}"), Random(f"supervisor {seed}"), self.clock)
-        self.harm.sizes = Random(f"sizes {seed}") if self.options.resizes else None
+        self.injector = FaultInjector(
+            self, self.random, Random(f"hosts {seed}"), Random(f"supervisor {seed}"), self.clock
+        )
+        self.injector.sizes = Random(f"sizes {seed}") if self.options.resizes else None
         self.checkers = Checkers(self)
         pages = self.checkers.tier_pages
         self.tiers = Tiers(self.options, self.clock, pages, self.push, self.count, lambda: self.is_healed)
@@ -290,9 +292,9 @@ class World:
             self.edge.num_to_come += 1
             self.clock.at(ask.arrives_at, self._ask, ask)
         self.heals_at = asks[-1].arrives_at + SETTLE_NS
-        FaultSchedule(self.harm, Random(f"nemesis {seed}"), options).schedule(self.heals_at)
+        FaultSchedule(self.injector, Random(f"nemesis {seed}"), options).schedule(self.heals_at)
         self.num_planned += 1
-        self.clock.at(self.heals_at, self.harm.heal)
+        self.clock.at(self.heals_at, self.injector.heal)
 
     def _ask(self, ask: WorkloadRequest) -> None:
         self.edge.num_to_come -= 1
@@ -639,7 +641,7 @@ class World:
 
     def _hangs(self, life: Life) -> None:
         self.checkers.watchdog_fires(life)
-        self.harm.end_hanging(life)
+        self.injector.end_hanging(life)
 
     # -- the end
 

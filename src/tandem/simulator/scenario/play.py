@@ -119,18 +119,18 @@ class Scenario:
         world = self.world
         match words:
             case ["cut", source, target, duration]:
-                return lambda: world.harm.partition(source, target, duration_ns=parse_ns(duration))
+                return lambda: world.injector.partition(source, target, duration_ns=parse_ns(duration))
             case ["cut", source, target]:
-                return lambda: world.harm.cut(source, target)
+                return lambda: world.injector.cut(source, target)
             case ["break", source, target, duration]:
-                return lambda: world.harm.flicker(source, target, down_ns=parse_ns(duration))
+                return lambda: world.injector.flicker(source, target, down_ns=parse_ns(duration))
             case ["silence", source, target]:
-                return lambda: world.harm.silence(source, target)
+                return lambda: world.injector.silence(source, target)
             case ["heal", source, target]:
-                return lambda: world.harm.mend(source, target)
+                return lambda: world.injector.mend(source, target)
             case ["heal"]:
                 world.num_planned += 1
-                return world.harm.heal
+                return world.injector.heal
             case ["corrupt", count, "pages"]:
                 return lambda: setattr(world.page_faults, "pages_to_corrupt", int(count))
             case ["fail", count, "batches"]:
@@ -167,26 +167,26 @@ class Scenario:
         world = self.world
         match words:
             case ["crash", duration, "ranks", number]:
-                return lambda: world.harm.crash(name, down_ns=parse_ns(duration), dp_size=int(number))
+                return lambda: world.injector.crash(name, down_ns=parse_ns(duration), dp_size=int(number))
             case ["crash", *duration]:
-                return lambda: world.harm.crash(name, down_ns=_duration_ns(duration))
+                return lambda: world.injector.crash(name, down_ns=_duration_ns(duration))
             case ["drain", duration]:
-                return lambda: world.harm.drain(name, down_ns=_duration_ns([duration]))
+                return lambda: world.injector.drain(name, down_ns=_duration_ns([duration]))
             case ["bootstrap", "crash", *duration]:
-                return lambda: world.harm.lose_bootstrap(name, down_ns=_duration_ns(duration))
+                return lambda: world.injector.lose_bootstrap(name, down_ns=_duration_ns(duration))
             case ["shard", "crash", *duration]:
-                return lambda: world.harm.lose_shard(name, down_ns=_duration_ns(duration))
+                return lambda: world.injector.lose_shard(name, down_ns=_duration_ns(duration))
             case ["shard", shard, "slow", factor, *duration]:
                 numbers = {"factor": float(factor), "duration_ns": _duration_ns(duration)}
-                return lambda: world.harm.slow_shard(name, int(shard), **numbers)
+                return lambda: world.injector.slow_shard(name, int(shard), **numbers)
             case ["pause", duration]:
-                return lambda: world.harm.pause(name, duration_ns=parse_ns(duration))
+                return lambda: world.injector.pause(name, duration_ns=parse_ns(duration))
             case ["hang", what, *duration]:
-                return lambda: world.harm.hang(name, Hang(what), duration_ns=_duration_ns(duration))
+                return lambda: world.injector.hang(name, Hang(what), duration_ns=_duration_ns(duration))
             case ["slow", factor, *duration]:
-                return lambda: world.harm.slow_down(name, factor=float(factor), duration_ns=_duration_ns(duration))
+                return lambda: world.injector.slow_down(name, factor=float(factor), duration_ns=_duration_ns(duration))
             case ["swap"]:
-                return lambda: world.harm.swap_for_snapshot(name)
+                return lambda: world.injector.swap_for_snapshot(name)
             case _:
                 raise ValueError("unknown action")
 
