@@ -600,15 +600,15 @@ BREAKS = (
     Break(
         "failed_requests_have_no_line",
         "server/api/stream.py",
-        "        self._log.write_all(records)",
-        "        self._log.write_all([record for record in records if not record.is_failed])",
+        "        self.edge.log.write_all(records)",
+        "        self.edge.log.write_all([record for record in records if not record.is_failed])",
         "unit/test_api_failures.py::test_every_cause_before_the_first_token_is_a_status_of_its_own",
     ),
     Break(
         "failed_requests_have_no_line_in_processes",
         "server/api/stream.py",
-        "        self._log.write_all(records)",
-        "        self._log.write_all([record for record in records if not record.is_failed])",
+        "        self.edge.log.write_all(records)",
+        "        self.edge.log.write_all([record for record in records if not record.is_failed])",
         EDGES + "a_decode_that_never_says_ready_ends_the_prefills_half_in_time",
     ),
     Break(
@@ -755,8 +755,8 @@ BREAKS = (
     Break(
         "failure_of_a_stream_is_not_said",
         "server/api/stream.py",
-        "body = events + self._reply.failed(failure) + error_event(self._endpoint, body)",
-        "body = events + self._reply.failed(failure)",
+        "body = events + self.reply.failed(failure) + error_event(self.endpoint, body)",
+        "body = events + self.reply.failed(failure)",
         "unit/test_api_failures.py::test_a_failure_after_the_head_is_the_last_event_of_the_stream",
     ),
     Break(
@@ -1028,7 +1028,7 @@ BREAKS = (
     ),
     Break(
         "gaps_between_tokens_are_not_observed",
-        "server/api/stream.py",
+        "server/api/sample.py",
         "            stats.gap.observe((now_ns - self.last_ns) / count / SECOND, count)",
         "            pass",
         "unit/test_request_stats.py::test_a_served_request_appears_in_every_family_of_the_usual_board",
@@ -1442,7 +1442,7 @@ BREAKS = (
     ),
     Break(
         "rank_of_the_prefill_in_a_body_is_not_read",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "per_sample(routing.disagg_prefill_dp_rank, samples,",
         "per_sample(None, samples,",
         EDGES + "a_dp_rank_that_the_body_names_is_believed_without_a_question",
@@ -1816,7 +1816,7 @@ BREAKS = (
     ),
     Break(
         "calls_end_with_stop",
-        "server/api/openai.py",
+        "server/api/openai_reply.py",
         'return "tool_calls" if calls else sample.finish_reason',
         "return sample.finish_reason",
         TOOLS + "calls_in_an_answer_are_told_from_its_text",
@@ -1985,7 +1985,7 @@ OTHERS = (
         "core/router/routing.py",
         "del self._chosen_at[next(iter(self._chosen_at))]",
         "pass",
-        "unit/test_fleet_parts.py::test_least_load_forgets_workers_that_were_chosen_long_ago",
+        "unit/test_router_parts.py::test_least_load_forgets_workers_that_were_chosen_long_ago",
     ),
     Break(
         "digests_of_any_page_are_believed",
@@ -2699,7 +2699,7 @@ OTHERS = (
     # several DP ranks behind one address
     Break(
         "a_failure_does_not_say_on_which_dp_rank_it_was",
-        "server/api/stream.py",
+        "server/api/sample.py",
         "            dp_rank=self.live.rank.number_among_several,",
         "            dp_rank=None,",
         "unit/test_api_failures.py::test_a_failure_is_told_with_its_dp_rank_where_there_are_several",
@@ -2817,7 +2817,7 @@ OTHERS = (
     # a half that only one server refuses
     Break(
         "what_is_too_much_for_one_server_is_told_to_nobody",
-        "server/api/app.py",
+        "server/api/generation_request.py",
         "        if routing.bootstrap_room is None:",
         "        if True:",
         "unit/test_api_pairing.py::"
@@ -2825,8 +2825,8 @@ OTHERS = (
     ),
     Break(
         "a_prompt_that_is_rendered_again_may_have_any_length",
-        "server/api/app.py",
-        "            raise_if(beyond(prompts, all_params, self._limits))",
+        "server/api/generation_request.py",
+        "            raise_if(beyond(prompts, all_params, limits))",
         "            raise_if(None)",
         "unit/test_api_render_time.py::test_a_prompt_that_is_too_long_at_another_time_ends_the_request_with_its_cause",
     ),
@@ -3338,14 +3338,14 @@ OTHERS = (
     ),
     Break(
         "draws_go_on_with_the_seed_of_another_room",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "seeded.get(len(asks), pair.room)",
         "pair.room",
         "unit/test_api_resume.py::test_draws_go_on_with_the_seed_of_the_first_attempt",
     ),
     Break(
         "rest_of_a_stream_is_as_long_as_all_of_it",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "            max_new_tokens=max(ask.max_new_tokens - ask.num_said, 1),",
         "            max_new_tokens=max(ask.max_new_tokens, 1),",
         "unit/test_api_resume.py::test_prompt_and_what_was_said_are_computed_as_one_and_the_rest_is_what_is_left",
@@ -3366,14 +3366,14 @@ OTHERS = (
     ),
     Break(
         "every_choice_goes_on_with_the_draws_of_the_first",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "seeded.get(len(asks), pair.room)",
         "seeded.get(0, pair.room)",
         SEVERAL,
     ),
     Break(
         "choice_that_has_ended_is_computed_again",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "        return self.said is not None and self.said.ends is not None",
         "        return False",
         SEVERAL,
@@ -3520,7 +3520,7 @@ OTHERS = (
     ),
     Break(
         "tokens_are_counted_when_a_request_has_ended",
-        "server/api/stream.py",
+        "server/api/sample.py",
         "        stats.emit(now_ns, count)",
         "        stats.generation_tokens += count if live.ended is not None else 0",
         "unit/test_request_stats.py::test_token_counters_move_while_a_request_runs_and_the_throughput_is_0_when_it_has_ended",
@@ -4000,42 +4000,42 @@ OTHERS = (
     ),
     Break(
         "ids_of_tokens_are_shown_as_texts",
-        "server/api/openai.py",
+        "server/api/openai_reply.py",
         'return f"token_id:{id}" if self.shape.names_ids else',
         'return f"token_id:{id}" if False else',
         "unit/test_api_chat_and_completions.py::test_tokens_are_shown_by_id_where_that_is_asked_for",
     ),
     Break(
         "a_streams_prompt_ids_are_nowhere",
-        "server/api/openai.py",
+        "server/api/openai_reply.py",
         "shows_output=False, more=ids)",
         "shows_output=False)",
         "unit/test_api_chat_and_completions.py::test_the_first_event_of_a_chat_has_the_prompts_ids",
     ),
     Break(
         "an_opening_counts_tokens_that_it_does_not_show",
-        "server/api/openai.py",
+        "server/api/openai_reply.py",
         "shown = samples if shows_output else ()",
         "shown = samples",
         "unit/test_api_chat_and_completions.py::test_an_event_that_shows_nothing_of_the_answer_counts_nothing_of_it",
     ),
     Break(
         "the_models_own_end_is_a_stop_of_the_clients",
-        "server/api/openai.py",
+        "server/api/openai_reply.py",
         "isinstance(matched, int) and matched not in sample.ask.sampling.stop_token_ids",
         "False",
         "unit/test_api_chat_and_completions.py::test_of_what_ended_an_answer_the_clients_own_stops_are_named",
     ),
     Break(
         "an_opening_has_no_ids",
-        "server/api/openai.py",
+        "server/api/openai_reply.py",
         "self._writer.ids(sample, len(sample.tokens)) +",
         'b"" +',
         "unit/test_api_chat_and_completions.py::test_every_event_of_a_completion_has_the_lists_that_were_asked_for",
     ),
     Break(
         "a_delta_has_no_field_for_thoughts",
-        "server/api/openai.py",
+        "server/api/openai_reply.py",
         '[b\'{"content":"",\' + NO_THOUGHT + b"}"]',
         '[b"{" + NO_THOUGHT + b"}"]',
         "unit/test_api_tools.py::test_logprobs_of_a_stream_are_complete",
@@ -4049,7 +4049,7 @@ OTHERS = (
     ),
     Break(
         "an_extra_key_parts_nothing",
-        "server/api/app.py",
+        "server/api/generation_request.py",
         "routing.cache_salt, routing.extra_key)",
         "routing.cache_salt)",
         "unit/test_api_tenants.py::test_sglangs_extra_key_parts_prompts_as_a_salt_does",
@@ -4425,7 +4425,7 @@ OTHERS = (
     ),
     Break(
         "a_full_disk_is_an_accident_of_the_api_process",
-        "server/api/served_model.py",
+        "server/api/model_facts.py",
         "    except (OSError, FolderRefused) as error:",
         "    except FolderRefused as error:",
         SAID + "a_folder_that_cannot_be_used_is_named_by_every_process",
@@ -4453,7 +4453,7 @@ OTHERS = (
     ),
     Break(
         "page_hashes_are_keyed_anew_although_pages_are_stored",
-        "server/api/served_model.py",
+        "server/api/model_facts.py",
         "    if config.hicache_storage_dir is None:",
         "    if True:",
         "e2e_cpu/test_storage_tier.py::test_a_conversation_is_a_hit_after_the_server_was_killed",
@@ -4656,8 +4656,8 @@ OTHERS = (
     ),
     Break(
         "servers_of_vectors_generate",
-        "server/api/app.py",
-        "        check_task(self._limits, *tasks)",
+        "server/api/generation_request.py",
+        "        check_task(self._limits, *self.tasks)",
         "        pass",
         EMBEDDED + "an_embedding_server_generates_nothing",
     ),
@@ -4678,7 +4678,7 @@ OTHERS = (
     Break(
         "ranked_documents_are_written_on_the_loop",
         "server/api/app.py",
-        "shows_prompts=body.return_documents is not False",
+        "shows_prompts=it.body.return_documents is not False",
         "shows_prompts=False",
         "unit/test_loop_work.py::test_no_callback_works_on_more_of_vectors_than_the_limit",
     ),
@@ -4716,7 +4716,7 @@ OTHERS = (
     ),
     Break(
         "a_dp_rank_that_is_not_there_is_refused_before_the_other_half_can_be_told",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         """            if rank is None:
                 continue
             if found[index] not in (None, rank):
@@ -5024,7 +5024,7 @@ OTHERS = (
     ),
     Break(
         "what_a_body_says_of_priority_does_not_reach_the_node",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "            priority=ask.priority,",
         "            priority=0,",
         URGENT + "who_is_more_urgent_answers_first_and_all_say_what_one_engine_says",
@@ -5059,14 +5059,14 @@ OTHERS = (
     ),
     Break(
         "who_says_no_priority_is_as_urgent_as_0",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "        return limits.unsaid_priority if routing.priority is None else routing.priority",
         "        return routing.priority or 0",
         "unit/test_api_priority.py::test_who_says_none_is_the_least_urgent",
     ),
     Break(
         "a_gateway_is_not_heard",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "    if header is None:\n        return routing.priority",
         "    if True:\n        return routing.priority",
         "unit/test_api_priority.py::test_a_gateway_has_the_last_word",
@@ -5088,8 +5088,8 @@ OTHERS = (
     ),
     Break(
         "what_decode_refuses_prefill_waits_with",
-        "server/api/app.py",
-        "                await self._release(refusal.failure.message, request, raw, transfer, kind, read)",
+        "server/api/generation_request.py",
+        "                await self._release(refusal.failure.message)",
         "                assert refusal",
         "unit/test_api_pairing.py::test_what_prefill_could_not_refuse_decode_refuses_for_both",
     ),
@@ -5102,9 +5102,9 @@ OTHERS = (
     ),
     Break(
         "a_half_of_another_min_tokens_is_not_declined",
-        "server/api/app.py",
-        "            await self._release(why, request, raw, transfer, kind, read)",
-        "            assert why",
+        "server/api/generation_request.py",
+        '            await self._release("decode computes this prompt itself, for another min_tokens")',
+        "            assert not is_half",
         "unit/test_api_pairing.py::test_where_the_first_token_may_differ_decode_ends_that_half_and_computes_the_prompt",
     ),
     Break(
@@ -5134,7 +5134,7 @@ OTHERS = (
         "core/router/pairing.py",
         "    for key in PROMPTS.get(path, ()):",
         '    for key in ("prompt", "text", "input_ids"):',
-        "unit/test_fleet_parts.py::test_prompts_are_counted_as_lists_and_samples_do_not_multiply",
+        "unit/test_router_parts.py::test_prompts_are_counted_as_lists_and_samples_do_not_multiply",
     ),
     Break(
         "fields_of_the_router_come_first",
@@ -5237,7 +5237,7 @@ OTHERS = (
     ),
     Break(
         "text_offset_counts_bytes",
-        "server/api/openai.py",
+        "server/api/openai_reply.py",
         "        self._num_chars += len(self._decode(token))",
         "        self._num_chars += len(token)",
         "unit/test_api_chat_and_completions.py::test_tokens_of_one_character_begin_where_it_does",
@@ -5840,14 +5840,14 @@ OTHERS = (
     ),
     Break(
         "a_gateways_rank_is_not_read",
-        "server/api/app.py",
-        'follow_gateway(routing, request.headers.get("x-data-parallel-rank"))',
+        "server/api/generation_request.py",
+        'follow_gateway(routing, headers.get("x-data-parallel-rank"))',
         "follow_gateway(routing, None)",
         "unit/test_api_operations.py::test_a_gateway_says_by_a_header_which_dp_rank_gets_a_request_whatever_the_body_says",
     ),
     Break(
         "a_bodys_older_rank_survives_a_gateways",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "routing.routed_dp_rank, routing.data_parallel_rank = rank, None",
         "routing.routed_dp_rank = rank",
         "unit/test_api_operations.py::test_a_gateway_says_by_a_header_which_dp_rank_gets_a_request_whatever_the_body_says",
@@ -6143,7 +6143,7 @@ OTHERS = (
     ),
     Break(
         "the_end_token_shares_an_event_with_text",
-        "server/api/openai.py",
+        "server/api/openai_reply.py",
         "return self._told(sample, delta, start, until) + self._told(sample, no_text, until, until + 1)",
         "return self._told(sample, delta, start, until + 1)",
         "unit/test_api_chat_and_completions.py::test_the_text_of_an_event_is_that_of_its_tokens_and_the_end_token_has_its_own",
@@ -6304,10 +6304,10 @@ OTHERS = (
     ),
     Break(
         "not_a_server_that_listens_at_one_address_is_at_no_other_of_its_machine",
-        "server/api/hosts.py",
+        "server/api/allowed_hosts.py",
         '(self.own == "" and is_of_this_machine(number))',
         '(self.own != "" and is_of_this_machine(number))',
-        "unit/test_api_hosts.py::test_a_server_that_listens_at_one_address_is_at_no_other_of_its_machine",
+        "unit/test_allowed_hosts.py::test_a_server_that_listens_at_one_address_is_at_no_other_of_its_machine",
     ),
     Break(
         "not_a_worker_that_says_why_it_ends_is_heard_by_who_is_about_to_write_to_it",
@@ -6405,7 +6405,7 @@ OTHERS = (
         "core/router/worker_registry.py",
         "if e.worker.id not in self._silent and e.health is not Health.JOINING",
         "if e.worker.id not in self._silent or e.health is not Health.JOINING",
-        "unit/test_fleet_parts.py::test_who_has_been_there_and_is_not_dead_is_told_of_an_abort",
+        "unit/test_router_parts.py::test_who_has_been_there_and_is_not_dead_is_told_of_an_abort",
     ),
     Break(
         "not_a_probe_of_generation_takes_nobodys_turn",
@@ -6647,7 +6647,7 @@ OTHERS = (
     ),
     Break(
         "not_halves_that_tell_of_other_tokens_mean_the_same_request",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         '"prompt_top_logprobs": 0, "logprob_ids": ()}',
         '"prompt_top_logprobs": 0}',
         "unit/test_api_prompt_logprobs.py::test_halves_that_tell_of_other_tokens_mean_the_same_request",
@@ -7364,14 +7364,14 @@ OTHERS = (
         "core/router/worker_registry.py",
         "if bootstrap_port is not None and entry.says_port:",
         "if bootstrap_port is not None:",
-        "unit/test_fleet_parts.py::test_the_port_that_a_prefill_says_counts_where_the_router_was_told_none",
+        "unit/test_router_parts.py::test_the_port_that_a_prefill_says_counts_where_the_router_was_told_none",
     ),
     Break(
         "the_port_that_a_prefill_says_counts_where_the_router_was_told_none_too",
         "core/router/worker_registry.py",
         "says_port=worker.bootstrap_port is None",
         "says_port=False",
-        "unit/test_fleet_parts.py::test_the_port_that_a_prefill_says_counts_where_the_router_was_told_none",
+        "unit/test_router_parts.py::test_the_port_that_a_prefill_says_counts_where_the_router_was_told_none",
     ),
     Break(
         "health_of_a_prefill_says_where_its_bootstrap_server_listens",
@@ -7803,7 +7803,7 @@ OTHERS = (
     Break(
         "no_stream_may_move",
         "server/api/stream.py",
-        "may_move = self._teller is not None",
+        "may_move = self.teller is not None",
         "may_move = False",
         "unit/test_api_resume.py::test_a_stream_may_move_of_which_its_router_asks_to_be_told",
     ),
@@ -7935,7 +7935,7 @@ OTHERS = (
     ),
     Break(
         "reading_a_request_takes_no_time",
-        "server/api/validation.py",
+        "server/api/sample_requests.py",
         "waited_seconds=passed_ns / SECOND",
         "waited_seconds=0.0",
         "unit/test_api_refusals.py::test_a_deadline_that_passes_while_a_request_is_read_says_how_long_that_took",
