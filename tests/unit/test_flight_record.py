@@ -421,6 +421,21 @@ def test_replay_of_a_folder_of_several_records_asks_which_one_has_the_step(
     assert capsys.readouterr().err.startswith("tandem: error: 2 records are here")
 
 
+def test_who_was_killed_before_a_step_was_written_makes_no_difference_among_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rotated(tmp_path)
+    empty = tmp_path / "fault-node-2-77-000000.tandem"
+    empty.write_bytes(b"")
+    assert main(["replay", str(tmp_path)]) == 0
+    assert f"{empty}: ends before its first step" in capsys.readouterr().out
+    assert main(["replay", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["identical"] is True
+    assert main(["replay", str(empty)]) == 1
+    empty.write_bytes(frame(Head(FORMAT, 0, SETTINGS, b"nope")))
+    assert main(["replay", str(tmp_path)]) == 1
+
+
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 

@@ -111,8 +111,9 @@ def compare(records: list[Record], *, as_json: bool) -> int:
         except (BrokenRecord, StepRaised) as error:
             if len(records) == 1:
                 raise
+            is_empty = isinstance(error, NothingWritten)  # its process was killed first: nothing in it could differ
             wholes.append(
-                {"name": record.name, "segments": len(record.segments), "error": str(error), "identical": False}
+                {"name": record.name, "segments": len(record.segments), "error": str(error), "identical": is_empty}
             )
             say(f"{record.name}: {error}", as_json=as_json)
             continue
