@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.core.batch import BatchOutcome, BatchPlan
+from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.commands import (
     AnnounceDpRank,
     AskDpRank,
@@ -174,7 +174,8 @@ class Replica:
     is_dead: bool = False
     next_id: int = 1
     rows_run: dict[RequestId, int] = field(default_factory=lambda: defaultdict(int))  # sampling rows per request
-    invalid_rows: dict[RequestId, int] = field(default_factory=dict)  # which of them has logits that are not finite
+    invalid_rows: dict[RequestId, int] = field(default_factory=dict)  # which of them gets no token
+    no_token: int = TokenFlag.INVALID  # the flags of these
     cost: CostModel = field(default_factory=lambda: CostModel(0, 0, 0, 0.0))
     breaks_copies: bool = False  # from here on nothing can be copied
 
@@ -249,9 +250,9 @@ class Replica:
         flight = next(flight for flight in self.state.inflight if flight.batch == plan.id)
         return [row.request for row in plan.rows if row.samples] + list(flight.members)
 
-    def invalid(self, plan: BatchPlan) -> frozenset[int]:
+    def invalid(self, plan: BatchPlan) -> dict[int, int]:
         rows = enumerate(self.sampling(plan) if self.invalid_rows else ())
-        return frozenset(row for row, one in rows if self.rows_run[one] + 1 == self.invalid_rows.get(one))
+        return {row: self.no_token for row, one in rows if self.rows_run[one] + 1 == self.invalid_rows.get(one)}
 
     def release(self, *kinds: type) -> None:
         """What was kept back comes now (all of it when no kind is named), in the order in which it would have come."""

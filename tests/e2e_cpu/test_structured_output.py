@@ -5,6 +5,7 @@ The model was never shown JSON: what holds here holds by the grammar.
 
 import json
 import re
+from itertools import product
 from typing import Any  # JSON documents
 
 import openai
@@ -97,6 +98,18 @@ def test_any_json_object_is_one_however_long_it_may_be(client: openai.OpenAI) ->
         assert isinstance(json.loads(text), dict)
     else:
         assert text.startswith("{")
+
+
+def test_a_grammar_that_grows_too_large_on_the_way_is_the_clients_fault(common: Cluster) -> None:
+    """It compiles, and each of its texts begins with one of two letters; behind these are too many ways on."""
+    assert common.router is not None
+    wide = " | ".join(["x"] * 2100)
+    grammars = (f'root ::= ("a" | "c") ({wide})\nx ::= "b"', f'root ::= {wide}\nx ::= "a" | "b"')
+    for server, grammar in product((common.router, common.decodes[0]), grammars):
+        with pytest.raises(HttpError) as refused:
+            server.generate("x", sampling_params={"ebnf": grammar})
+        error = refused.value.error
+        assert (refused.value.status, error["code"], error["retryable"]) == (400, "grammar_too_complex", False)
 
 
 def test_both_halves_refuse_what_does_not_compile_in_the_same_words(common: Cluster) -> None:

@@ -36,7 +36,7 @@ from tandem.simulator.whole import world
 from tandem.transfer import protocol
 
 CORPUS = Path(__file__).with_name("corpus.txt")
-MORE_SEEDS = (144, 10_000)  # every name occurs in one of these, or of those that are on record for something else
+MORE_SEEDS = (144, 866, 10_000)  # every name occurs in one of these, or of those that are on record for something else
 WHOLE_SEEDS = (10, 16, 24, 38, 74, 112, 10_008, 10_046, 10_121, 10_244)  # every name of whole clusters
 NEIGHBOURS = 8  # seeds after the one of a rare state: a change of the core may move the moment at which it comes up
 MANY, MANY_WHOLE = 800, 200

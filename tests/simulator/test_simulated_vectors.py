@@ -1,5 +1,6 @@
 """Requests that end with their prompts, in the fast worlds and in whole clusters: they come up, wrong ones show."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -55,7 +56,7 @@ def test_vectors_have_randomness_of_their_own() -> None:
 def test_a_wrong_vector_is_noticed_in_a_fast_world(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Executor.run
 
-    def wrong(self: Executor, plan: BatchPlan, **invalid: frozenset[int]) -> BatchOutcome:
+    def wrong(self: Executor, plan: BatchPlan, **invalid: Mapping[int, int]) -> BatchOutcome:
         outcome = right(self, plan, **invalid)
         vectors = tuple((request, bytes(len(vector))) for request, vector in outcome.vectors)
         return BatchOutcome(

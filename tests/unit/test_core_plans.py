@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from core_driver import World, assert_nothing_is_held, expected_tokens
-from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
+from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.commands import EmitTokens, FailRequest, FinishReason, FinishRequest, ForgetRequests, StartRequest
 from tandem.core.events import BatchFailed, BatchReturned, DrainRequested, FlushRequested, StopMatched
 from tandem.core.scheduler.chunk_budget import RIDES_BETWEEN, ChunkBudget
@@ -550,6 +550,32 @@ def test_a_failure_of_a_batch_that_is_not_the_oldest_is_ignored() -> None:
     node.release()
     world.run()
     assert node.tokens[request] == expected_tokens(40, 4, seed=1)
+
+
+@pytest.mark.parametrize("invalid_row", [1, 3])
+def test_a_grammar_that_has_grown_too_large_has_a_cause_of_its_own(invalid_row: int) -> None:
+    world = World()
+    node = world.unified()
+    node.no_token = TokenFlag.INVALID | TokenFlag.OUTGROWN
+    bad = world.submit(node, invalid_row=invalid_row)
+    good = world.submit(node, seed=2)
+    world.run()
+    assert node.cause(bad) is Cause.GRAMMAR_TOO_COMPLEX
+    assert node.tokens.get(bad, []) == expected_tokens(40, invalid_row - 1, seed=1)
+    assert node.tokens[good] == expected_tokens(40, 4, seed=2)
+    assert_nothing_is_held(node)
+
+
+def test_decode_tries_no_grammar_that_has_grown_too_large_on_prefill() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    prefill.no_token = TokenFlag.INVALID | TokenFlag.OUTGROWN
+    room = world.room()
+    left = world.submit(prefill, room=room, invalid_row=1)
+    right = world.submit(decode, room=room, peer=prefill.address)
+    world.run()
+    assert prefill.cause(left) is decode.cause(right) is Cause.GRAMMAR_TOO_COMPLEX
+    assert_nothing_is_held([prefill, decode])
 
 
 @pytest.mark.parametrize("invalid_row", [1, 3])

@@ -83,7 +83,8 @@ class TokenFlag:
 
     EOS = 1
     STOP = 2  # one of the request's stop token ids
-    INVALID = 4  # no token: logits were not finite, or a grammar has grown beyond its bounds
+    INVALID = 4  # no token: logits were not finite
+    OUTGROWN = 8  # beside it: they were, and a grammar that has grown beyond its bounds allows none
 
 
 class BatchOutcome(Struct, frozen=True, gc=False):

@@ -49,6 +49,7 @@ class Cause(StrEnum):
     INVALID_LOGITS = "invalid_logits"
     WORKER_LOST = "worker_lost"  # the engine process ended
     ENGINE_FAILED = "engine_failed"  # a forward pass raised
+    GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # a row of its parser has too many items
 
 
 class Incarnation(Struct, frozen=True, order=True, cache_hash=True):

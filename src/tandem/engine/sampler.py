@@ -104,7 +104,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> 
         # A grammar that does not allow the best token of those that it left allows none.
         if not are_finite[row] or (draw.allowed is not None and not draw.allowed[best >> 3] >> (best & 7) & 1):
             tokens[row] = 0
-            flags[row] = TokenFlag.INVALID
+            flags[row] = TokenFlag.INVALID | (TokenFlag.OUTGROWN if are_finite[row] else 0)
         elif not is_plain(draw.params):
             asked.append(row)
     scores = _sample_rows(raw, logits, draws, asked, tokens, eos_ids) if asked else {}

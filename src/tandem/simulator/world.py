@@ -7,14 +7,14 @@ that has to succeed, and the system has to drain. The first violation ends the r
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any  # what a step was told and wants, only encoded here
 
 import msgspec
 
-from tandem.core.batch import BatchOutcome, BatchPlan
+from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.commands import (
     AnnounceCleared,
     AnnounceDpRank,
@@ -66,7 +66,7 @@ from tandem.simulator.actors.bootstraps import Bootstraps
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.actors.direct import DirectClients
 from tandem.simulator.actors.edge import Edge
-from tandem.simulator.actors.executor import CostModel, MemoryGuard, ShardMemory
+from tandem.simulator.actors.executor import ALL_VALID, CostModel, MemoryGuard, ShardMemory
 from tandem.simulator.actors.gateway import Gateway
 from tandem.simulator.actors.linking import link
 from tandem.simulator.actors.model_names import ModelNames
@@ -594,7 +594,7 @@ class World:
         if life.vitals.hang in (Hang.WORKER, Hang.BATCH):
             worker.held = plan
             return
-        fails, invalid = self._draw_failure(life) if worker is life.workers.sampling else (False, frozenset[int]())
+        fails, invalid = self._draw_failure(life, plan) if worker is life.workers.sampling else (False, ALL_VALID)
         if fails:
             worker.executor.break_off(plan)
             worker.is_working = False
@@ -617,15 +617,16 @@ class World:
         exact = life.cost.base_ns + num_tokens * life.cost.prompt_token_ns + num_decode_rows * life.cost.decode_row_ns
         return msgspec.structs.replace(outcome, duration_ns=Nanos(exact))
 
-    def _draw_failure(self, life: Life) -> tuple[bool, frozenset[int]]:
-        """Whether a forward pass raises, and rows whose logits are not finite. One of several workers that raises ends
-        its replica: that is `FaultInjector.lose_shard`."""
-        fails, invalid = self.batches_to_fail > 0, frozenset[int]()
+    def _draw_failure(self, life: Life, plan: BatchPlan) -> tuple[bool, Mapping[int, int]]:
+        """Whether a forward pass raises, and the flags of rows that get no token: logits are not finite, or a grammar
+        has grown too large. One of several workers that raises ends its replica: that is `FaultInjector.lose_shard`."""
+        fails, invalid = self.batches_to_fail > 0, ALL_VALID
         rate = 0.0 if self.is_healed else self.options.batch_failure
         if rate and self.random.random() < rate:
             self.count("F20")
             fails = self.random.random() < 0.5 and len(life.workers.all) == 1
-            invalid = frozenset({self.random.randrange(4)})
+            why = TokenFlag.OUTGROWN if plan.iteration % 3 == 2 else 0  # nothing is drawn for it
+            invalid = {self.random.randrange(4): TokenFlag.INVALID | why}
         if fails:
             self.batches_to_fail = max(0, self.batches_to_fail - 1)
         return fails, invalid

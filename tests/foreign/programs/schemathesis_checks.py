@@ -13,6 +13,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 BEYOND_SCHEMAS = {
     (400, "invalid_combination"),  # two values that are right each by itself: lengths of lists, an order of numbers
     (400, "invalid_grammar"),  # a regular expression, schema or grammar that does not compile
+    (400, "grammar_too_complex"),  # one that compiles and has too many ways on
     (400, "refused_by_template"),  # what the model's chat template raises
     (400, "context_length_exceeded"),  # tokens, and the context of the model
     (413, "out_of_pages"),  # tokens, and the memory of the server

@@ -64,7 +64,14 @@ from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, Ro
 
 # Causes that another attempt on this node cannot mend, or that the user wanted.
 FINAL_CAUSES = frozenset(
-    {Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.CONTEXT_LENGTH_EXCEEDED, Cause.ROUTE_CONFLICT}
+    {
+        Cause.ABORTED,
+        Cause.LAYOUT_MISMATCH,
+        Cause.PROTOCOL,
+        Cause.CONTEXT_LENGTH_EXCEEDED,
+        Cause.ROUTE_CONFLICT,
+        Cause.GRAMMAR_TOO_COMPLEX,
+    }
 )
 RELEARN_EVERY = 4  # questions for a rank
 

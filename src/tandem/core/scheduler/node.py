@@ -80,7 +80,8 @@ from tandem.core.settings import NodeSettings
 from tandem.core.values import Cause, Incarnation, Nanos, RequestId, ShardId, earlier
 
 NO_VECTOR = "no vector: what was computed of the prompt is not finite"
-NO_TOKEN = "no token can be sampled: logits are not finite, or a grammar has grown beyond its bounds"
+NO_TOKEN = "no token can be sampled: logits are not finite"
+OUTGROWN = "no token can be sampled: the grammar has too many parts of rules at one place, or takes too long to follow"
 
 
 class EngineNode:
@@ -349,7 +350,7 @@ def settle_prompt_row(
         return
     checkpoint(node, progress)
     if flags & TokenFlag.INVALID:
-        fail(node, progress, Cause.INVALID_LOGITS, NO_TOKEN)
+        fail_without_token(node, progress, flags)
     elif isinstance(progress.side, PrefillSide):
         if is_last:
             prefill_side.after_prompt(node, progress, progress.side, token=tokens, flags=flags, extra=extra)
@@ -359,6 +360,13 @@ def settle_prompt_row(
         enter(node, progress, Trigger.RUN)
         if take_tokens(node, progress, emitted, tokens, flags, extra):
             node.micro_batches.join_late(progress)
+
+
+def fail_without_token(node: NodeState, progress: Progress, flags: int) -> None:
+    if flags & TokenFlag.OUTGROWN:
+        fail(node, progress, Cause.GRAMMAR_TOO_COMPLEX, OUTGROWN)
+    else:
+        fail(node, progress, Cause.INVALID_LOGITS, NO_TOKEN)
 
 
 def settle_vector(node: NodeState, progress: Progress, vector: bytes | None) -> None:
@@ -387,7 +395,7 @@ def take_tokens(
 ) -> bool:
     """More tokens are known: emit them, as far as they were asked for. False if the last of them was the last one."""
     if flags & TokenFlag.INVALID:
-        fail(node, progress, Cause.INVALID_LOGITS, NO_TOKEN)
+        fail_without_token(node, progress, flags)
         return False
     progress.deadline = Nanos(node.now + node.settings.stall_timeout_ns)
     if not progress.generated:

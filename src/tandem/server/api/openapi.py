@@ -39,6 +39,7 @@ BEYOND_SCHEMAS: dict[Code, str] = {
     "the DP rank that contradict each other, a `bootstrap_room` without the `bootstrap_host` that a decode needs",
     Problem.INVALID_GRAMMAR: "a JSON schema, regular expression, grammar or structural tag that does not compile, "
     "or is too large: it is in a language of its own",
+    Cause.GRAMMAR_TOO_COMPLEX: "a grammar or schema that compiles and has too many ways on behind its first tokens",
     Problem.REFUSED_BY_TEMPLATE: "messages, or variables, that the model's chat template does not take",
     Problem.MODEL_NOT_FOUND: "a `model` that is not among those of `/v1/models`",
     Problem.PREVIOUS_RESPONSE_NOT_FOUND: "a `previous_response_id` that is not kept, or not for this API key",

@@ -9,7 +9,7 @@ Pages are never cleared, as in a real device, so stale content is there to be fo
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from random import Random
@@ -25,6 +25,7 @@ from tandem.simulator.model import EOS_TOKEN, MASK, cell_weight, content_of, kv_
 from tandem.simulator.oracle import Script, Violation, told_of
 
 WHOLE = Runs(0, 0, 0, 0)  # all cells of a shard
+ALL_VALID: Mapping[int, int] = {}  # no row without a token
 FIRST_WINDOWED = 1 << 20  # the cells of layers with a window have numbers that no others have
 
 
@@ -279,8 +280,8 @@ class Executor:
         """To be called before `run` where another shard samples. Raises TokensToCome."""
         self.late_tokens.before(plan)
 
-    def run(self, plan: BatchPlan, *, invalid: frozenset[int] = frozenset()) -> BatchOutcome:
-        """The forward pass. `invalid`: rows of the outcome whose logits are not finite."""
+    def run(self, plan: BatchPlan, *, invalid: Mapping[int, int] = ALL_VALID) -> BatchOutcome:
+        """The forward pass. `invalid`: the flags of rows of the outcome that get no token."""
         if plan.iteration <= self.last_iteration:
             raise Violation("S24", f"iteration {plan.iteration} after {self.last_iteration}")
         self.last_iteration = plan.iteration
@@ -348,7 +349,12 @@ class Executor:
         self._check_window(sequence, length)
 
     def _sample(
-        self, sequence: WorkerRequest, kv_sum: int, sampled: list[list[int]], flags: bytearray, invalid: frozenset[int]
+        self,
+        sequence: WorkerRequest,
+        kv_sum: int,
+        sampled: list[list[int]],
+        flags: bytearray,
+        invalid: Mapping[int, int],
     ) -> None:
         """A block, of which the tokens at its beginning may be known. kv_sum: of all before it.
 
@@ -368,7 +374,7 @@ class Executor:
                 kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
                 position += 1
         if len(sampled) in invalid:
-            flags.append(TokenFlag.INVALID)
+            flags.append(invalid[len(sampled)])
             sequence.is_broken = True
         else:
             flags.append(TokenFlag.EOS if EOS_TOKEN in block[first:] else 0)
