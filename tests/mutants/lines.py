@@ -7954,6 +7954,34 @@ OTHERS = (
         "(lambda fd: lambda: os.close(fd))(self.fd)",
         "unit/test_kv_memory.py::test_its_descriptor_goes_with_it_at_the_latest",
     ),
+    Break(
+        "a_grammar_that_has_outgrown_is_invalid_logits",
+        "core/scheduler/node.py",
+        "if flags & TokenFlag.OUTGROWN:",
+        "if not flags:",
+        "unit/test_core_plans.py::test_a_grammar_that_has_grown_too_large_has_a_cause_of_its_own",
+    ),
+    Break(
+        "no_grammar_has_outgrown",
+        "engine/sampler.py",
+        "(TokenFlag.OUTGROWN if are_finite[row] else 0)",
+        "0",
+        "unit/test_engine_sampler.py::test_a_grammar_that_allows_nothing_gives_no_token",
+    ),
+    Break(
+        "decode_tries_a_grammar_that_has_outgrown",
+        "core/disagg/decode_side.py",
+        "        Cause.GRAMMAR_TOO_COMPLEX,",
+        "",
+        "unit/test_core_plans.py::test_decode_tries_no_grammar_that_has_grown_too_large_on_prefill",
+    ),
+    Break(
+        "an_empty_record_is_a_difference",
+        "cli/replay.py",
+        '"error": str(error), "identical": is_empty}',
+        '"error": str(error), "identical": False}',
+        "unit/test_flight_record.py::test_who_was_killed_before_a_step_was_written_makes_no_difference_among_others",
+    ),
 )
 
 
