@@ -307,7 +307,11 @@ class ServerConfig(DoorConfig):
         "selects park; so often a request gives its pages back under pressure until it waits for READY; 0: off",
         metavar="N",
     )
-    kv_load_failure_policy: str = flag("recompute", "after a failed transfer", choices=("recompute", "fail"))
+    kv_load_failure_policy: str | None = flag(
+        None,
+        "after a failed transfer: recompute the prompt on decode, or fail the request (default recompute)",
+        choices=("recompute", "fail"),
+    )
     strict_remote: bool = flag(False, "decode never computes a prompt itself: a failed transfer fails the request")
     request_timeout: float = flag(
         600.0, "seconds until the first token, unless the request, or the router before this server, says otherwise"
@@ -614,6 +618,10 @@ RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         lambda c: c.disaggregation_local_prefill != "off" and c.strict_remote,
         "--disaggregation-local-prefill computes prompts on decode, which --strict-remote forbids",
+    ),
+    ConfigRule(
+        lambda c: c.kv_load_failure_policy == "recompute" and c.strict_remote,
+        "--kv-load-failure-policy recompute computes prompts on decode, which --strict-remote forbids",
     ),
     ConfigRule(
         lambda c: c.disaggregation_decode_enable_radix_cache is True and c.disable_radix_cache,

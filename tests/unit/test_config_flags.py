@@ -212,6 +212,10 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--disaggregation-local-prefill", "0", "--disaggregation-mode", "decode"], "a positive number"),
         (["--disaggregation-local-prefill", "some", "--disaggregation-mode", "decode"], "a positive number"),
         (["--disaggregation-local-prefill", "9", "--disaggregation-mode", "decode", "--strict-remote"], "forbids"),
+        (
+            ["--disaggregation-mode", "decode", "--kv-load-failure-policy", "recompute", "--strict-remote"],
+            "recompute computes prompts on decode",
+        ),
         (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "decode"], "for prefill servers"),
         (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "prefill"], "needs several DP ranks"),
         (["--disaggregation-park-max-tokens", "9", *PREFILL, "--optimistic-prefill-retries", "2"], "nothing else is"),

@@ -90,7 +90,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         waiting_timeout_ns=timeout(WAITING_TIMEOUT),
         load_failure=LoadFailurePolicy.FAIL
         if config.strict_remote
-        else LoadFailurePolicy(config.kv_load_failure_policy),
+        else LoadFailurePolicy(config.kv_load_failure_policy or LoadFailurePolicy.RECOMPUTE),
         stall_timeout_ns=Nanos(int(config.stall_timeout * SECOND)),
     )
 
