@@ -7,10 +7,10 @@ from core_driver import World, assert_nothing_is_held, expected_tokens
 from core_scenes import ASKED, IN_THE_WAY, SCENES, TIMEOUT_NS, Scene
 from tandem.core.commands import FailRequest, FinishRequest
 from tandem.core.disagg.messages import Abort, Release
-from tandem.core.events import BatchReturned
+from tandem.core.events import BatchReturned, PeerSaid
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import LoadFailurePolicy
-from tandem.core.values import SECOND, Cause
+from tandem.core.values import SECOND, Cause, Room
 
 EXPECTED_WAITS = {
     State.BOOTSTRAPPING: WaitingFor.PEER,
@@ -40,6 +40,7 @@ WITH_PEER = [
     ("decode", State.COMPUTING, ""),
     ("decode", State.RUNNING, ""),
 ]
+WANT_KV = [name for name in WITH_PEER if name[0] == "decode" and name[1] in (State.AWAITING, State.ARRIVING)]
 every_scene = pytest.mark.parametrize("name", SCENES, ids=lambda name: "-".join(filter(None, name)))
 every_live_scene = pytest.mark.parametrize(
     "name", [name for name in SCENES if name[1] is not State.DRAINING], ids=lambda name: "-".join(filter(None, name))
@@ -132,6 +133,29 @@ def test_a_missed_deadline_names_the_wait(name: tuple[str, State, str]) -> None:
     end = here.ended[request]
     assert isinstance(end, FailRequest)
     assert (end.cause, end.stage) == (Cause.DEADLINE_EXCEEDED, waited_for)
+    let_everything_happen(scene)
+    assert_nothing_is_held(scene.world.replicas.values())
+
+
+@pytest.mark.parametrize("name", WANT_KV, ids=lambda name: "-".join(filter(None, name)))
+def test_a_prefill_whose_deadline_comes_first_does_not_change_the_wait_that_decode_names(
+    name: tuple[str, State, str],
+) -> None:
+    scene = SCENES[name]()
+    here, request, prefill = scene.here, scene.request, scene.other
+    assert prefill is not None
+    assert scene.room is not None
+    waited_for = str(here.progress(request).waiting_for)
+    scene.world.advance(TIMEOUT_NS - SECOND // 20)
+    late = Abort(Room(scene.room), prefill.name, Cause.DEADLINE_EXCEEDED, "no first token in time")
+    scene.world.send(here, PeerSaid(prefill.name, late))
+    scene.world.run()
+    here.holds |= {Abort, Release}
+    scene.world.advance(SECOND)
+    end = here.ended[request]
+    assert isinstance(end, FailRequest)
+    assert (end.cause, end.stage) == (Cause.DEADLINE_EXCEEDED, waited_for)
+    assert end.waited_ns > TIMEOUT_NS - SECOND
     let_everything_happen(scene)
     assert_nothing_is_held(scene.world.replicas.values())
 

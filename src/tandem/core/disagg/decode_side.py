@@ -60,7 +60,7 @@ from tandem.core.scheduler.state import (
     schedule,
 )
 from tandem.core.settings import LoadFailurePolicy, LocalPrefill, PrefillInfo
-from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, Room, ShardId
+from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, RequestId, Room, ShardId
 
 # Causes that another attempt on this node cannot mend, or that the user wanted.
 FINAL_CAUSES = frozenset(
@@ -74,6 +74,7 @@ FINAL_CAUSES = frozenset(
     }
 )
 RELEARN_EVERY = 4  # questions for a rank
+SAME_DEADLINE_NS = SECOND // 10  # by which the deadlines of two halves differ, at most, that were sent at once
 
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
@@ -558,6 +559,8 @@ def on_peer_abort(node: NodeState, peer: Incarnation, abort: Abort) -> None:
     side = progress.side if progress is not None else None
     if progress is None or not isinstance(side, DecodeSide) or side.peer != peer:
         return
+    if abort.cause is Cause.DEADLINE_EXCEEDED and progress.deadline <= node.now + SAME_DEADLINE_NS:
+        return  # it is this half's deadline too, which ends it in the wait that it is in
     if progress.state is State.BOOTSTRAPPING or progress.state in WANTS_KV:
         fail_transfer(node, progress, side, abort.cause, abort.detail or "prefill gave up")
 
