@@ -7982,6 +7982,20 @@ OTHERS = (
         '"error": str(error), "identical": False}',
         "unit/test_flight_record.py::test_who_was_killed_before_a_step_was_written_makes_no_difference_among_others",
     ),
+    Break(
+        "prefills_deadline_ends_decodes_wait",
+        "core/disagg/decode_side.py",
+        "if abort.cause is Cause.DEADLINE_EXCEEDED and progress.deadline <= node.now + SAME_DEADLINE_NS:",
+        "if abort.cause is Cause.DEADLINE_EXCEEDED and progress.deadline <= node.now:",
+        "unit/test_core_ends.py::test_a_prefill_whose_deadline_comes_first_does_not_change_the_wait_that_decode_names",
+    ),
+    Break(
+        "strictly_remote_recomputes",
+        "config.py",
+        'lambda c: c.kv_load_failure_policy == "recompute" and c.strict_remote,',
+        'lambda c: c.kv_load_failure_policy == "fail" and c.strict_remote,',
+        "unit/test_config_flags.py::test_what_contradicts_itself_is_refused_with_the_reason",
+    ),
 )
 
 
