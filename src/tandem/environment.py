@@ -2,6 +2,11 @@
 
 import os
 from dataclasses import dataclass
+from difflib import get_close_matches
+
+API_KEY, ADMIN_API_KEY = "TANDEM_API_KEY", "TANDEM_ADMIN_API_KEY"
+NATIVE = "TANDEM_NATIVE"  # what `engine.native`, which stands alone, reads
+NEARLY = 0.85  # of two names: how alike they are where one may be a slip of the other
 
 SWITCHED = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -133,3 +138,13 @@ def environment_complaints() -> list[str]:
         except ValueError as error:
             found.append(str(error))
     return found
+
+
+def misspelt() -> list[str]:
+    """What nobody reads and is nearly a name that is read, a sentence each. Of others nothing is said: whoever starts
+    servers may put anything there (`TANDEM_PORT` is Kubernetes's, where a service is called tandem).
+    """
+    known = [API_KEY, ADMIN_API_KEY, NATIVE, *(f"TANDEM_{variable.name}" for variable in ENVIRONMENT)]
+    unknown = sorted(name for name in os.environ if name.startswith("TANDEM_") and name not in known)
+    meant = ((name, get_close_matches(name, known, n=1, cutoff=NEARLY)) for name in unknown)
+    return [f"the environment variable {name} is not read; {one} is" for name, found in meant for one in found]

@@ -10,6 +10,7 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, keyed, values_of
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
+from tandem.environment import misspelt
 from tandem.server import fault_records, logs
 from tandem.server.exposure import open_to_others
 from tandem.server.router.app import listen, serve_router
@@ -45,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
             reason = str(error.strerror)
         remedy = "; use another --port" if error.errno == errno.EADDRINUSE else ""
         raise CommandFailed(f"cannot listen on {where}: {reason}{remedy}") from None
-    warning = open_to_others(config)
-    if warning is not None:
-        logging.getLogger("tandem.router").warning(warning)
+    for warning in (open_to_others(config), *misspelt()):
+        if warning is not None:
+            logging.getLogger("tandem.router").warning(warning)
     host = f"[{config.host}]" if ":" in config.host else config.host
     logs.say(f"tandem router listens on http://{host}:{listener.getsockname()[1]}")
     try:

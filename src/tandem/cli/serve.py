@@ -23,6 +23,7 @@ from tandem.engine.model_config import (
     read_config,
     read_json,
 )
+from tandem.environment import misspelt
 from tandem.flag_roles import (
     STATES,
     TRANSFORMERS,
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             follow_leader(config, model_dir)
             return 0
         listeners = bind_listeners(config)
-        for warning in (open_to_others(config), more_workers_than_cores(config)):
+        for warning in (open_to_others(config), more_workers_than_cores(config), *misspelt()):
             if warning is not None:
                 logger.warning(warning)
         try:

@@ -14,7 +14,9 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Protocol, TypeVar
 
-ENVIRONMENT = {"--api-key": "TANDEM_API_KEY", "--admin-api-key": "TANDEM_ADMIN_API_KEY"}
+from tandem.environment import ADMIN_API_KEY, API_KEY
+
+ENVIRONMENT = {"--api-key": API_KEY, "--admin-api-key": ADMIN_API_KEY}
 MAX_FILE_BYTES = 1 << 16
 OTHERS = stat.S_IROTH | stat.S_IWOTH
 
