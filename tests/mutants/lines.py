@@ -2586,7 +2586,7 @@ OTHERS = (
     ),
     Break(
         "workers_give_no_window_back",
-        "server/worker_process.py",
+        "server/worker.py",
         "                self._engine.kv.free_windows(pages)",
         "                pass",
         WINDOWED + "the_pool_has_memory_for_the_windows_only_and_every_token_is_the_same",
@@ -6689,7 +6689,7 @@ OTHERS = (
     ),
     Break(
         "not_every_request_of_servers_on_several_hosts_ends_as_promised_3",
-        "server/worker_process.py",
+        "server/worker.py",
         'self._reader_error = ServerFailure(f"its node says something that is no message: {error}")',
         "self._reader_error = error",
         "simulator/test_whole_hosts.py::test_every_request_of_servers_on_several_hosts_ends_as_promised",

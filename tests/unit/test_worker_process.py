@@ -24,7 +24,8 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire, worker_process
 from tandem.server.channel import BlockingChannel
 from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure
-from tandem.server.worker_process import Worker, in_thousands, layout_digest, start
+from tandem.server.worker import Worker
+from tandem.server.worker_process import in_thousands, layout_digest, start
 from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import Held
 

@@ -10,7 +10,7 @@ from tandem.core.router.router import Router
 from tandem.server import channel, wire
 from tandem.server.node.process import Questions
 from tandem.server.node.session import Session
-from tandem.server.worker_process import Worker
+from tandem.server.worker import Worker
 from tandem.simulator.occurrences import LINK_ONLY, Occurrences
 from tandem.simulator.whole.virtual_process import Replacement
 from tandem.transfer import protocol
