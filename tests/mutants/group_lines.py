@@ -6,7 +6,7 @@ forgotten, or the wrong one is meant.
 
 from whole_lines import WholeBreak
 
-WORKER, WORKERS = "server/worker_process.py", "server/node/workers.py"
+WORKER, WORKERS = "server/worker.py", "server/node/workers.py"
 API, DISPATCH, EXCHANGE = "server/api/process.py", "server/node/dispatch.py", "engine/row_exchange.py"
 PROCESSES, COLLECTIVES, LATE = "server/processes.py", "engine/process_group.py", "engine/late_tokens.py"
 

@@ -18,7 +18,7 @@ class WholeBreak(Edit):
 READER, PULLER, LENDER = "transfer/reader.py", "transfer/puller.py", "transfer/lender.py"
 OWNER, SOCK = "transfer/owner.py", "transfer/sock.py"
 LINKS, PEERS, DRIVER = "server/node/links.py", "server/node/peers.py", "server/node/driver.py"
-CLIENT, STREAM = "server/api/client.py", "server/api/stream.py"
+CLIENT, SAMPLE = "server/api/client.py", "server/api/sample.py"
 LIVE, BOOTSTRAP = "server/api/live_requests.py", "server/api/bootstrap_questions.py"
 SHELL, POOL, PIPE = "server/router/shell.py", "server/http_pool.py", "server/router/answer.py"
 
@@ -322,7 +322,7 @@ NODE = (
     ),
     WholeBreak(
         "worker_stays_when_its_node_goes",
-        "server/worker_process.py",
+        "server/worker.py",
         "        finally:\n            self._work.put(None)\n",
         "        finally:\n            pass\n",
         "the thread that reads ends, the one that works waits for ever",
@@ -374,7 +374,7 @@ API = (
     ),
     WholeBreak(
         "taken_tokens_are_taken_again",
-        STREAM,
+        SAMPLE,
         "        live.tokens = []\n",
         "",
         "a buffer that is not emptied",
