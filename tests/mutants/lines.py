@@ -1073,7 +1073,7 @@ BREAKS = (
         "core/scheduler/batch_planner.py",
         "budget = prompt_budget(node, others_wait=num_decoding > 0)",
         "budget = 0 if num_decoding else prompt_budget(node, others_wait=False)",
-        "unit/test_bench_delayer.py::test_varying_outputs_cost_throughput_and_the_queue_gate_brings_some_back",
+        "simulator/test_bench_delayer.py::test_varying_outputs_cost_throughput_and_the_queue_gate_brings_some_back",
     ),
     Break(
         "decisions_of_the_delayer_are_not_heeded",
