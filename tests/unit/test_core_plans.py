@@ -553,14 +553,24 @@ def test_a_failure_of_a_batch_that_is_not_the_oldest_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("invalid_row", [1, 3])
+def test_logits_that_are_not_finite_end_the_request_and_no_other(invalid_row: int) -> None:
+    ends_alone(invalid_row, TokenFlag.INVALID, Cause.INVALID_LOGITS)
+
+
+@pytest.mark.parametrize("invalid_row", [1, 3])
 def test_a_grammar_that_has_grown_too_large_has_a_cause_of_its_own(invalid_row: int) -> None:
+    ends_alone(invalid_row, TokenFlag.INVALID | TokenFlag.OUTGROWN, Cause.GRAMMAR_TOO_COMPLEX)
+
+
+def ends_alone(invalid_row: int, no_token: int, cause: Cause) -> None:
+    """Whose row gets no token; who is in the same batches gets all of them."""
     world = World()
     node = world.unified()
-    node.no_token = TokenFlag.INVALID | TokenFlag.OUTGROWN
+    node.no_token = no_token
     bad = world.submit(node, invalid_row=invalid_row)
     good = world.submit(node, seed=2)
     world.run()
-    assert node.cause(bad) is Cause.GRAMMAR_TOO_COMPLEX
+    assert node.cause(bad) is cause
     assert node.tokens.get(bad, []) == expected_tokens(40, invalid_row - 1, seed=1)
     assert node.tokens[good] == expected_tokens(40, 4, seed=2)
     assert_nothing_is_held(node)
@@ -576,19 +586,6 @@ def test_decode_tries_no_grammar_that_has_grown_too_large_on_prefill() -> None:
     world.run()
     assert prefill.cause(left) is decode.cause(right) is Cause.GRAMMAR_TOO_COMPLEX
     assert_nothing_is_held([prefill, decode])
-
-
-@pytest.mark.parametrize("invalid_row", [1, 3])
-def test_logits_that_are_not_finite_end_the_request_and_no_other(invalid_row: int) -> None:
-    world = World()
-    node = world.unified()
-    bad = world.submit(node, invalid_row=invalid_row)
-    good = world.submit(node, seed=2)
-    world.run()
-    assert node.cause(bad) is Cause.INVALID_LOGITS
-    assert node.tokens.get(bad, []) == expected_tokens(40, invalid_row - 1, seed=1)
-    assert node.tokens[good] == expected_tokens(40, 4, seed=2)
-    assert_nothing_is_held(node)
 
 
 def test_a_stop_string_ends_the_request_as_finished_with_what_was_emitted() -> None:

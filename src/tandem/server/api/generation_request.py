@@ -52,12 +52,7 @@ from tandem.server.api.stream import Prepared, Reply, TokenResponse
 from tandem.server.api.telling import Resumed, Teller, can_tell, goes_on
 from tandem.server.api.tenant import given_key, tenant_of
 from tandem.server.api.text import TextStream
-from tandem.server.api.validation import (
-    Asked,
-    Prompt,
-    beyond,
-    check_task,
-)
+from tandem.server.api.validation import Asked, Prompt, beyond, check_task
 from tandem.server.tracing import Span, ending_with_errors
 
 Body = TypeVar("Body", bound=Struct)
